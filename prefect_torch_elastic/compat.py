@@ -1,0 +1,72 @@
+"""Every private name of Prefect or torch that we use, each with a contract test in `tests/test_compat.py`.
+
+Nothing is imported at the top: a node has no Prefect, and a driver has no torch.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+TORCH_RENDEZVOUS_CACHE_SECONDS = 0.1
+TORCH_RENDEZVOUS_POLL_SECONDS = 0.05
+
+
+def untyped_storage(typed: Any) -> Any:
+    """Return the bytes behind a `torch.TypedStorage` without the deprecation warning of the public name."""
+    return typed._untyped_storage
+
+
+def set_default_collective_timeout(seconds: float) -> None:
+    """Give process groups that are made without a timeout this one, whatever backend they name.
+
+    torch reads `distributed_c10d._get_default_timeout(backend)` in `init_process_group` and `new_group`
+    alike; there is no public setting.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=seconds)  # pyright: ignore
+
+
+def tune_rendezvous(handler: Any) -> None:
+    """Make a c10d rendezvous answer in tenths of a second instead of whole ones.
+
+    torch caches the state for 1 s and polls once a second while nodes join: right for a thousand nodes on
+    one store, slow for the few that form a gang here.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    handler._state_holder._cache_duration = TORCH_RENDEZVOUS_CACHE_SECONDS
+    if getattr(dynamic_rendezvous._delay, "tuned", False):
+        return
+    import time
+
+    def delay(seconds: float | tuple[float, float]) -> None:
+        time.sleep(TORCH_RENDEZVOUS_POLL_SECONDS if seconds == 1 else 0.0)
+
+    delay.tuned = True  # pyright: ignore[reportFunctionMemberAccess]
+    dynamic_rendezvous._delay = delay
+
+
+def task_cancel_requested(task_runner: Any, task_run_id: Any) -> bool:
+    """Whether a submitted task was asked to stop; a thread gets no exception, only this event."""
+    events: dict[Any, Any] = getattr(task_runner, "_cancel_events", {})
+    event = events.get(task_run_id)
+    return event is not None and bool(event.is_set())
+
+
+def keep_task_source(launch: Any, function: Any) -> None:
+    """Let Prefect derive task keys and input hashes from the user's function, not from our wrapper."""
+    launch.__prefect_task_source__ = function
+
+
+def user_cache_policy(task: Any) -> Any:
+    """Return the cache policy that somebody gave to a task, `NotSet` if nobody did."""
+    return task._user_cache_policy
+
+
+def is_called_by_prefect_task() -> bool:
+    """Whether the caller's caller is `prefect.tasks`, which asks a function for its code to make a task."""
+    import sys
+
+    return sys._getframe(2).f_globals.get("__name__") == "prefect.tasks"

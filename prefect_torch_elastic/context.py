@@ -1,0 +1,208 @@
+"""What user code sees inside a rank: who it is, and how it tells the outside what it does.
+
+Outside a rank there is a context too, of one rank, so that a function can be tested by calling it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prefect_torch_elastic.errors import MissingExtraError
+from prefect_torch_elastic.rankstate import RankState
+
+if TYPE_CHECKING:
+    from torch import device as torch_device
+    from torch.nn import Module
+    from torch.utils.data import DataLoader
+
+ModelT = TypeVar("ModelT", bound="Module")
+
+RUN_KEY = "PTE_RUN_KEY"
+ATTEMPT = "PTE_ATTEMPT"
+RESTART_COUNT = "PTE_RESTART_COUNT"
+PREEMPTION_COUNT = "PTE_PREEMPTION_COUNT"
+FLOW_RUN_ID = "PTE_FLOW_RUN_ID"
+TASK_RUN_ID = "PTE_TASK_RUN_ID"
+
+_state: RankState | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticContext:
+    """This rank's place in the gang and its line to the outside.
+
+    Attributes:
+        rank: Index of this process in the gang, in [0, world_size).
+        local_rank: Index on its node, in [0, local_world_size).
+        world_size: Processes in the gang now; it changes when nodes come or go.
+        local_world_size: Processes on this node.
+        node_rank: Index of the node, from 0; node 0 is the leader.
+        nnodes: Nodes in the gang now.
+        master_addr: Where `torch.distributed` meets; "" outside a gang.
+        master_port: Its port; 0 outside a gang.
+        restart_count: Times that the ranks were started again in this attempt, from 0.
+        attempt: This gang's number in the run, from 1; a task retry is a new attempt.
+        preemption_count: Times that the run was preempted, from 0.
+        run_key: Stable name of the run over restarts, attempts and retries.
+        flow_run_id: The Prefect flow run, "" without one.
+        task_run_id: The Prefect task run, "" without one.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    nnodes: int
+    master_addr: str
+    master_port: int
+    restart_count: int
+    attempt: int
+    preemption_count: int
+    run_key: str
+    flow_run_id: str
+    task_run_id: str
+
+    @property
+    def device(self) -> torch_device:
+        """The device of this rank: `cuda:<local_rank>` where there are GPUs, else the CPU."""
+        torch = _load_torch()
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def report(self, metrics: Mapping[str, Any], *, step: int, total_steps: int | None = None) -> None:
+        """Tell the outside that `step` optimizer steps are done; call it at every step.
+
+        It writes to shared memory (microseconds), never to the network, and does not raise when nobody
+        listens. Rank 0's numbers reach the task run's log; every rank's step is part of a failure report.
+
+        Args:
+            metrics: Names and numbers, such as `{"loss": 2.31}`; a scalar tensor is read (a GPU waits for it).
+            step: Completed steps, from 1.
+            total_steps: Steps in the whole run, when it is known.
+        """
+        if _state is not None:
+            _state.report(dict(metrics), step=step, total_steps=total_steps)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what the rank does besides training steps: `evaluate`, `compile`, `load data`."""
+        if _state is None:
+            yield
+            return
+        before = _state.enter_phase(name)
+        try:
+            yield
+        finally:
+            _state.enter_phase(before)
+
+    def init_process_group(self, backend: str | None = None, **options: Any) -> None:
+        """Call `torch.distributed.init_process_group` once; `nccl` where there are GPUs, else `gloo`.
+
+        Args:
+            backend: A backend to use instead.
+            options: Passed on to torch.
+        """
+        torch = _load_torch()
+        if torch.distributed.is_initialized():
+            return
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.device)
+            options.setdefault("device_id", self.device)
+        if not self.master_addr:  # outside a gang: a group of one, without a port
+            options.setdefault("store", torch.distributed.HashStore())
+            options.update(rank=0, world_size=1)
+        torch.distributed.init_process_group(backend or _default_backend(torch), **options)
+
+    def prepare_model(self, model: ModelT, **options: Any) -> Any:
+        """Move `model` to this rank's device and wrap it in DistributedDataParallel.
+
+        Args:
+            model: The model; all ranks build the same one.
+            options: Passed on to DistributedDataParallel.
+
+        Returns:
+            The wrapped model; the model itself in a gang of one.
+        """
+        torch = _load_torch()
+        model = model.to(self.device)
+        if self.world_size == 1:
+            return model
+        self.init_process_group()
+        devices = [self.local_rank] if self.device.type == "cuda" else None
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
+
+    def prepare_data_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a loader over this rank's share of the samples, shuffled if `loader` is.
+
+        Call `loader.sampler.set_epoch(epoch)` before each epoch, as with any `DistributedSampler`.
+        """
+        torch = _load_torch()
+        if self.world_size == 1:
+            return loader
+        shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
+        sampler = torch.utils.data.DistributedSampler(
+            loader.dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffled
+        )
+        return torch.utils.data.DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            drop_last=loader.drop_last,
+            persistent_workers=loader.persistent_workers,
+        )
+
+
+def get_context() -> ElasticContext:
+    """Return this rank's context; outside a gang, a context of one rank."""
+    if _state is None:
+        environment: Mapping[str, str] = {}
+    else:
+        environment = os.environ
+    return ElasticContext(
+        rank=int(environment.get("RANK", 0)),
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+        world_size=int(environment.get("WORLD_SIZE", 1)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        node_rank=int(environment.get("GROUP_RANK", 0)),
+        nnodes=int(environment.get("GROUP_WORLD_SIZE", 1)),
+        master_addr=environment.get("MASTER_ADDR", ""),
+        master_port=int(environment.get("MASTER_PORT", 0)),
+        restart_count=int(environment.get(RESTART_COUNT, 0)),
+        attempt=int(environment.get(ATTEMPT, 1)),
+        preemption_count=int(environment.get(PREEMPTION_COUNT, 0)),
+        run_key=environment.get(RUN_KEY, "local"),
+        flow_run_id=environment.get(FLOW_RUN_ID, ""),
+        task_run_id=environment.get(TASK_RUN_ID, ""),
+    )
+
+
+def in_rank() -> bool:
+    """Whether this process is a rank of a gang."""
+    return _state is not None
+
+
+def bind(state: RankState) -> None:
+    """Called once by the rank's main: from now on this process is a rank with this page."""
+    global _state
+    _state = state
+
+
+def _default_backend(torch: Any) -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _load_torch() -> Any:
+    try:
+        import torch
+        import torch.distributed
+    except ModuleNotFoundError as error:
+        cure = "pip install 'prefect-torch-elastic[torch]'"
+        raise MissingExtraError(f"A rank needs `torch`. Run `{cure}` where the gang runs.") from error
+    return torch

@@ -1,0 +1,327 @@
+"""One elastic task run, from its arguments to its result: the driver's whole part in a gang on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging import get_run_logger
+from prefect.settings import get_current_settings
+
+from prefect_torch_elastic import compat, parcel
+from prefect_torch_elastic.attempts import Action, decide_attempt
+from prefect_torch_elastic.diagnosis import render_failure
+from prefect_torch_elastic.errors import GangFailed, GangTimedOut, TransferError
+from prefect_torch_elastic.local import GangCancelled, diagnosis_of, launcher_environment, pool, run_gang
+from prefect_torch_elastic.runfolder import (
+    STORE_VARIABLE,
+    AttemptFolder,
+    create_attempt,
+    resolve_store,
+)
+from prefect_torch_elastic.spec import (
+    Spec,
+    fields_without_meaning_here,
+    render_budgets,
+    render_worst_case_wait,
+)
+from prefect_torch_elastic.wire import GangEnded, LogLines, Message, Notice, Progress, RanksStarted, RunGang
+
+LARGE_CALL_BYTES = 256 << 20
+PROGRESS_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What the task run asks for, resolved before anything starts."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: Spec
+    run_key: str
+    flow_run_id: str
+    task_run_id: str
+    store: Path
+    owner: object | None
+    cancelled: Callable[[], bool]
+    log: Any
+
+
+def launch_gang(
+    run: TaskRunContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the body of an elastic task in a gang and return rank 0's value.
+
+    Raises:
+        GangFailed: If the gang ended without one; `__cause__` is the rank's own exception.
+        TransferError: If function, arguments or result cannot travel.
+    """
+    return _run_attempts(_prepare(run, function, args, kwargs))
+
+
+async def launch_gang_async(
+    run: TaskRunContext, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`launch_gang` for async tasks: waits in a thread, and ends the gang before a cancellation goes on."""
+    stop = threading.Event()
+
+    def work() -> Any:
+        return _run_attempts(_prepare(run, function, args, kwargs, also_stop=stop.is_set))
+
+    waiting = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(waiting)
+    except BaseException:
+        stop.set()
+        while not waiting.done():  # a timeout cancels this again and again; the gang's end comes first
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(asyncio.wait([waiting]))
+        with suppress(BaseException):
+            waiting.result()
+        raise
+
+
+def _prepare(
+    run: TaskRunContext,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    also_stop: Callable[[], bool] = lambda: False,
+) -> _Call:
+    task: Any = run.task
+    spec: Spec = task.resolve_spec()
+    log = get_run_logger()
+    if pointless := fields_without_meaning_here(task.set_fields(), work_pool=None):
+        names = ", ".join(f"`{name}`" for name in pointless if name != "gpu" or spec.gpu != 0)
+        if names:
+            log.warning("The gang runs on this machine, where %s mean nothing. They were left out.", names)
+    flow = FlowRunContext.get()
+    runner = flow.task_runner if flow else None
+
+    def cancelled() -> bool:
+        return also_stop() or compat.task_cancel_requested(runner, run.task_run.id)
+
+    return _Call(
+        function=function,
+        args=args,
+        kwargs=kwargs,
+        spec=spec,
+        run_key=_render_run_key(task.run_key, _name_arguments(function, args, kwargs), str(run.task_run.id)),
+        flow_run_id=str(run.task_run.flow_run_id or ""),
+        task_run_id=str(run.task_run.id),
+        store=resolve_store(
+            spec.store, from_environment=os.environ.get(STORE_VARIABLE), home=get_current_settings().home
+        ),
+        owner=flow,
+        cancelled=cancelled,
+        log=log,
+    )
+
+
+def _render_run_key(run_key: Any, arguments: Mapping[str, Any], task_run_id: str) -> str:
+    if run_key is None:
+        return task_run_id
+    return str(run_key(**arguments) if callable(run_key) else str(run_key).format(**arguments))
+
+
+def _run_attempts(call: _Call) -> Any:
+    """Form gangs until one returns, fails for a reason of its own, or the budget is spent."""
+    call.log.info(render_budgets(call.spec, retries=_retries()))
+    used = 0
+    while True:
+        used += 1
+        folder = create_attempt(call.store, call.run_key)
+        ended, secret = _run_attempt(call, folder)
+        try:
+            if ended.status != "failed":
+                return _conclude(call, ended, secret)
+            diagnosis = diagnosis_of(ended)
+            decision = decide_attempt(diagnosis, attempt=used, max_attempts=call.spec.max_attempts)
+            if decision.action is not Action.NEW_ATTEMPT:
+                raise _failure(ended, secret)
+            call.log.warning("%s A new gang is formed: %s.", diagnosis.summary, decision.reason)
+        finally:
+            folder.tidy()
+
+
+def _run_attempt(call: _Call, folder: AttemptFolder) -> tuple[GangEnded, bytes]:
+    spec, secret = call.spec, secrets.token_bytes(32)
+    modules = _write_call(call, folder, secret)
+    environment = {**os.environ, **spec.env}
+    launcher = pool.acquire(
+        launcher_environment(environment, nproc_per_node=spec.nproc_per_node),
+        owner=call.owner,
+        log=folder.launcher_log,
+    )
+    order = RunGang(
+        run_key=call.run_key,
+        attempt=folder.number,
+        folder=str(folder.path),
+        call=str(folder.call),
+        secret=secret.hex(),
+        fields=asdict(spec),
+        environment=launcher_environment(environment, nproc_per_node=1),
+        directory=os.getcwd(),
+        search_path=[entry or os.getcwd() for entry in sys.path],
+        modules=modules,
+        flow_run_id=call.flow_run_id,
+        task_run_id=call.task_run_id,
+    )
+    clean = False
+    try:
+        listener = _Listener(call, folder)
+        ended = run_gang(
+            launcher,
+            order,
+            listen=listener,
+            cancelled=call.cancelled,
+            grace_seconds=spec.grace_seconds,
+        )
+        clean = True
+    finally:
+        # the flow's next gang starts warm on it; after an interruption nobody knows whether there is one
+        pool.release(launcher, owner=call.owner if clean else None)
+        if not clean:
+            folder.tidy()
+    if ended.killed:
+        call.log.warning(
+            "Ranks %s did not leave within %g s after SIGTERM and were killed.", ended.killed, spec.grace_seconds
+        )
+    return ended, secret
+
+
+def _write_call(call: _Call, folder: AttemptFolder, secret: bytes) -> list[str]:
+    """Write function and arguments for the ranks, once for all of them, and return the modules they name."""
+    arguments = _name_arguments(call.function, call.args, call.kwargs)
+    if on_gpu := parcel.find_cuda_arguments(arguments):
+        names = ", ".join(f"`{name}`" for name in on_gpu)
+        call.log.warning("CUDA tensors in %s travel as CPU tensors; move them in the ranks.", names)
+    try:
+        size, modules = parcel.write_call(
+            folder.call, (call.function, call.args, call.kwargs), key=secret
+        )
+    except TransferError as error:
+        raise parcel.name_what_cannot_travel(call.function, arguments) from error
+    if size > LARGE_CALL_BYTES:
+        call.log.warning(
+            "The arguments are %.1f GiB, written to disk for the ranks. Pass a path or a URL instead.",
+            size / 2**30,
+        )
+    return modules
+
+
+def _conclude(call: _Call, ended: GangEnded, secret: bytes) -> Any:
+    match ended.status:
+        case "succeeded":
+            return parcel.read_parcel(Path(ended.result), key=secret)
+        case "timed out":
+            raise GangTimedOut(
+                f"the gang ran longer than `run_timeout_seconds={call.spec.run_timeout_seconds:g}` and was "
+                "stopped. Raise it, or train fewer steps."
+            )
+        case _:
+            raise GangCancelled
+
+
+def _failure(ended: GangEnded, secret: bytes) -> Exception:
+    diagnosis = diagnosis_of(ended)
+    cause: BaseException | None = None
+    if ended.error:
+        with suppress(Exception):  # an exception whose class cannot be made here: its text says it all
+            cause = parcel.read_parcel(Path(ended.error), key=secret)
+    if isinstance(cause, TransferError) and str(cause) == diagnosis.exc_message:
+        return cause
+    failure = GangFailed(render_failure(diagnosis, restarts=ended.restarts), diagnosis)
+    failure.__cause__ = cause
+    return failure
+
+
+class _Listener:
+    """Writes what a gang says to the log of the task run."""
+
+    def __init__(self, call: _Call, folder: AttemptFolder) -> None:
+        self._call, self._folder, self._log = call, folder, call.log
+        self._said_where = False
+        self._progress_at, self._last = 0.0, (0.0, 0)
+
+    def __call__(self, message: Message) -> None:
+        match message:
+            case LogLines():
+                for level, text in message.lines:
+                    self._log.log(level, "[rank %s] %s", message.rank, text)
+            case Notice():
+                self._log.log(message.level, "%s", message.text)
+            case RanksStarted():
+                self._say_started(message)
+            case Progress():
+                self._say_progress(message)
+            case _:
+                pass
+
+    def _say_started(self, message: RanksStarted) -> None:
+        if message.note:
+            self._log.warning("%s", message.note)
+        nodes, ranks = self._call.spec.nnodes, len(message.ranks)
+        how = "warm" if message.warm else "cold"
+        self._log.info(
+            "Node %s: %s of %s ranks started (%s). Pids %s.",
+            message.node,
+            ranks,
+            message.world_size,
+            how,
+            ", ".join(str(rank.pid) for rank in message.ranks),
+        )
+        if self._said_where:
+            return
+        self._said_where = True
+        self._log.info("Gang of %s node(s); the full logs of all ranks are in %s", nodes, self._folder.path)
+        if any(rank for rank in message.ranks) and _uses_gpus():
+            self._log.info(render_worst_case_wait(self._call.spec))
+
+    def _say_progress(self, message: Progress) -> None:
+        now = time.monotonic()
+        finished = message.total_steps is not None and message.step >= message.total_steps
+        if now - self._progress_at < PROGRESS_SECONDS and not finished:
+            return
+        before_at, before_step = self._last
+        speed = (message.step - before_step) / (now - before_at) if before_at else 0.0
+        self._progress_at, self._last = now, (now, message.step)
+        total = f"/{message.total_steps}" if message.total_steps else ""
+        parts = [f"step {message.step}{total}"]
+        parts += [f"{name} {_short(value)}" for name, value in message.metrics.items()]
+        parts += [f"{speed:.3g} steps/s"] if speed > 0 else []
+        parts += [message.phase] if message.phase else []
+        self._log.info("%s", " · ".join(parts))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _uses_gpus() -> bool:
+    return Path("/dev/nvidiactl").exists()
+
+
+def _retries() -> int:
+    run = TaskRunContext.get()
+    return run.task.retries if run else 0
+
+
+def _name_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)

@@ -1,0 +1,266 @@
+"""The gang as processes on this machine, from the driver's side: launchers, messages, and a sure end.
+
+A launcher serves the elastic tasks of one flow run, one gang at a time: the first gang pays for
+`import torch`, the next ones start warm. It ends with the flow run, after idle minutes, or with this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect_torch_elastic.diagnosis import Diagnosis, diagnose_lost_launcher
+from prefect_torch_elastic.wire import (
+    Channel,
+    ChannelClosed,
+    GangEnded,
+    Message,
+    Quit,
+    RunGang,
+    StopGang,
+)
+
+MARK = "PTE_MARK"  # the name that `node.processes` looks for
+IDLE_SECONDS = 120.0
+_LOOK_SECONDS = 0.1
+_QUIT_SECONDS = 5.0
+_STOP_MARGIN_SECONDS = 12.0  # launcher and agents kill what is left 8 s after the grace
+
+Listener = Callable[[Message], None]
+
+
+class GangCancelled(BaseException):
+    """The task was asked to stop while its gang ran; the gang is over."""
+
+
+@dataclass(eq=False)
+class Launcher:
+    """A launcher process and the channel to it."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    mark: str
+    key: tuple[Any, ...]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End the process and everything that it started."""
+        with suppress(ChannelClosed):
+            self.channel.send(Quit())
+        self.channel.close()
+        try:
+            self.process.wait(_QUIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            self._sweep()
+
+    def _sweep(self) -> None:
+        from prefect_torch_elastic.node.processes import kill_marked
+
+        kill_marked(self.mark)
+
+
+class LauncherPool:
+    """Launchers that wait for the next gang of their flow run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Launcher, float]] = []
+        self._owners: set[int] = set()
+        self._timer: threading.Timer | None = None
+
+    def acquire(self, environment: Mapping[str, str], *, owner: object | None, log: Path) -> Launcher:
+        """Return a launcher whose processes have exactly this environment: a warm one, or a new one.
+
+        The environment must be equal because libraries read much of it when they are imported.
+        """
+        key = (id(owner), sys.executable, tuple(sorted(environment.items())))
+        with self._lock:
+            for entry in list(self._idle):
+                if entry[0].key == key:
+                    self._idle.remove(entry)
+                    if entry[0].alive:
+                        return entry[0]
+        return start_launcher(environment, key=key, log=log)
+
+    def release(self, launcher: Launcher, *, owner: object | None) -> None:
+        """Keep a launcher for the next gang of its owner; without an owner it ends now."""
+        if owner is None or not launcher.alive:
+            launcher.close()
+            return
+        with self._lock:
+            self._idle.append((launcher, time.monotonic() + IDLE_SECONDS))
+            if id(owner) not in self._owners:
+                self._owners.add(id(owner))
+                weakref.finalize(owner, self._close_owner, id(owner))
+            self._schedule()
+
+    def close(self) -> None:
+        """End all launchers that wait."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            if self._timer is not None:
+                self._timer.cancel()
+        for launcher, _ in idle:
+            launcher.close()
+
+    def _close_owner(self, owner: int) -> None:
+        self._close_where(lambda launcher, _: launcher.key[0] == owner)
+        self._owners.discard(owner)
+
+    def _close_idle(self) -> None:
+        self._close_where(lambda _, until: time.monotonic() >= until)
+        with self._lock:
+            self._timer = None
+            self._schedule()
+
+    def _close_where(self, matches: Callable[[Launcher, float], bool]) -> None:
+        with self._lock:
+            chosen = [entry for entry in self._idle if matches(*entry)]
+            self._idle = [entry for entry in self._idle if entry not in chosen]
+        for launcher, _ in chosen:
+            launcher.close()
+
+    def _schedule(self) -> None:
+        if self._timer is None and self._idle:
+            wait = max(0.1, min(until for _, until in self._idle) - time.monotonic())
+            self._timer = threading.Timer(wait, self._close_idle)
+            self._timer.daemon = True
+            self._timer.start()
+
+
+pool = LauncherPool()
+atexit.register(pool.close)
+
+
+def start_launcher(environment: Mapping[str, str], *, key: tuple[Any, ...], log: Path) -> Launcher:
+    """Start a launcher process in a session of its own, so that Ctrl-C reaches it through us only."""
+    ours, theirs = socket.socketpair()
+    mark = secrets.token_hex(8)
+    command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603  (our own module)
+            [*command, "--channel", str(theirs.fileno()), "--log", str(log)],
+            env={**environment, MARK: mark},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    theirs.close()
+    return Launcher(process, Channel(ours), mark, key)
+
+
+def run_gang(
+    launcher: Launcher,
+    order: RunGang,
+    *,
+    listen: Listener,
+    cancelled: Callable[[], bool],
+    grace_seconds: float,
+) -> GangEnded:
+    """Run one gang and return how it ended; whatever interrupts this call, the gang ends first.
+
+    Args:
+        launcher: An idle launcher.
+        order: The gang.
+        listen: Called with every message on the way.
+        cancelled: Asked several times a second whether to stop.
+        grace_seconds: What ranks get between SIGTERM and SIGKILL when the call is interrupted.
+
+    Raises:
+        GangCancelled: If `cancelled` said so; the gang is over.
+    """
+    try:
+        launcher.channel.send(order)
+        while True:
+            for message in launcher.channel.receive(_LOOK_SECONDS):
+                if isinstance(message, GangEnded):
+                    return message
+                listen(message)
+            if cancelled():
+                raise GangCancelled
+    except ChannelClosed:
+        return _lost(launcher)
+    except BaseException:  # timeouts, cancellation and Ctrl-C of Prefect arrive as exceptions of any kind
+        _stop(launcher, grace_seconds, listen)
+        raise
+
+
+def diagnosis_of(ended: GangEnded) -> Diagnosis:
+    """Return the diagnosis that a failed gang ended with."""
+    from prefect_torch_elastic.diagnosis import Category
+
+    fields = dict(ended.diagnosis)
+    return Diagnosis(**{**fields, "category": Category(fields["category"])})
+
+
+def _stop(launcher: Launcher, grace_seconds: float, listen: Listener) -> None:
+    """End the gang within its grace; a second Ctrl-C meanwhile ends it at once."""
+    deadline = time.monotonic() + grace_seconds + _STOP_MARGIN_SECONDS
+    order = StopGang(reason="the task was stopped", grace_seconds=grace_seconds)
+    while True:
+        try:
+            launcher.channel.send(order)
+            while time.monotonic() < deadline:
+                for message in launcher.channel.receive(_LOOK_SECONDS):
+                    if isinstance(message, GangEnded):
+                        return
+                    listen(message)
+            break
+        except ChannelClosed:
+            break
+        except KeyboardInterrupt:
+            order = StopGang(reason="interrupted again", grace_seconds=0.0)
+            deadline = time.monotonic() + _STOP_MARGIN_SECONDS
+    launcher.process.kill()
+    _lost(launcher)
+
+
+def _lost(launcher: Launcher) -> GangEnded:
+    """The launcher is gone: its agents and ranks die with it (parent-death signals); sweep what is left."""
+    from dataclasses import asdict
+
+    from prefect_torch_elastic.node.processes import kill_marked
+
+    try:
+        code = launcher.process.wait(_QUIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        launcher.process.kill()
+        code = launcher.process.wait()
+    deadline = time.monotonic() + _QUIT_SECONDS
+    while kill_marked(launcher.mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    logging.getLogger(__name__).debug("launcher %s is gone (%s)", launcher.process.pid, code)
+    return GangEnded(status="failed", diagnosis=asdict(diagnose_lost_launcher(code)))
+
+
+def launcher_environment(environment: Mapping[str, str], *, nproc_per_node: int | str) -> dict[str, str]:
+    """Return the environment that a launcher's processes import their libraries with."""
+    from prefect_torch_elastic.node.environment import with_thread_limit, without_stale_variables
+
+    clean = without_stale_variables(environment)
+    clean.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a gang on one machine is nobody else's business
+    clean.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    clean["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")) if part
+    )
+    return with_thread_limit(clean, nproc=1 if nproc_per_node == 1 else 2)

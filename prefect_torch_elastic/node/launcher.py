@@ -1,0 +1,117 @@
+"""The head of the gangs on one machine: hosts the store, starts the nodes' agents, decides for all of them.
+
+The driver starts one launcher and gives it gang after gang of a flow. It imports torch once; agents are
+forked from it, and ranks from the agents' servers, so the second gang starts in hundredths of a second.
+If the driver goes away, its launcher ends the gang and itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+
+from prefect_torch_elastic.errors import ElasticError
+from prefect_torch_elastic.node import agent as _preloaded_agent  # noqa: F401  (before the seed is forked)
+from prefect_torch_elastic.node import processes
+from prefect_torch_elastic.node import rank as _preloaded_rank  # noqa: F401
+from prefect_torch_elastic.node.forkserver import ForkServer
+from prefect_torch_elastic.node.gang import Gang, refuse_gang
+from prefect_torch_elastic.node.nodes import Nodes
+from prefect_torch_elastic.wire import Channel, ChannelClosed, Quit, RunGang, StopGang
+
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
+
+
+def run_launcher(connection: socket.socket, log: str) -> None:
+    """Serve a driver until it says quit or is gone; nothing is left afterwards."""
+    _redirect(log)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the driver gets them too, and says what to do
+    import cloudpickle as _cloudpickle  # noqa: F401  (ranks need it)
+
+    processes.adopt_orphans()
+    nodes = Nodes(ForkServer.fork_from_here(), log)  # before anything here starts a thread
+    launcher = _Launcher(Channel(connection), nodes)
+    signal.signal(signal.SIGTERM, launcher.on_sigterm)
+    try:
+        launcher.serve()
+    finally:
+        nodes.close(_END_SECONDS)
+        processes.kill_children(keep=set())
+        if mark := os.environ.get(processes.MARK):
+            processes.kill_marked(mark)
+
+
+class _Launcher:
+    def __init__(self, driver: Channel, nodes: Nodes) -> None:
+        self._driver, self._nodes = driver, nodes
+        self._parent = os.getppid()
+        self._gone = False
+        self._terminated = False
+
+    def on_sigterm(self, *_: object) -> None:
+        self._terminated = True
+
+    def serve(self) -> None:
+        while not self._gone and not self._terminated:
+            for message in self._read_driver(_LOOK_SECONDS):
+                match message:
+                    case RunGang():
+                        self._run(message)
+                    case Quit():
+                        return
+                    case _:
+                        pass  # a stop for a gang that has ended meanwhile
+
+    def _run(self, order: RunGang) -> None:
+        try:
+            gang = Gang(order, self._nodes, self._tell)
+        except (ElasticError, OSError) as error:
+            self._tell(refuse_gang(str(error)))
+            return
+        with contextlib.closing(gang):
+            while gang.ended is None:
+                if self._gone or self._terminated:
+                    gang.stop(StopGang(reason="the flow's process is gone", grace_seconds=gang.grace_seconds))
+                gang.step(self._driver if not self._gone else None, _LOOK_SECONDS)
+                for message in self._read_driver(0.0):
+                    match message:
+                        case StopGang():
+                            gang.stop(message)
+                        case Quit():
+                            self._gone = True
+                        case _:
+                            pass
+            self._tell(gang.ended)
+
+    def _read_driver(self, timeout_seconds: float) -> list[object]:
+        """Messages of the driver; its death shows as an end of the channel or, if a child of it holds the
+        channel open, as another parent."""
+        if self._gone:
+            return []
+        try:
+            return list(self._driver.receive(timeout_seconds))
+        except ChannelClosed:
+            self._gone = True
+        finally:
+            if os.getppid() != self._parent:
+                self._gone = True
+        return []
+
+    def _tell(self, message: object) -> None:
+        with contextlib.suppress(ChannelClosed):
+            self._driver.send(message)  # pyright: ignore[reportArgumentType]
+
+
+def _redirect(log: str) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s | %(levelname)s | %(name)s - %(message)s")
+    logging.captureWarnings(True)

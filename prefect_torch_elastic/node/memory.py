@@ -1,0 +1,58 @@
+"""What the memory control group of this process says: its limit, and how often the kernel killed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_LIMIT_V1 = 1 << 60  # cgroup v1 writes a page-rounded 2**63 for "no limit"
+
+
+def count_oom_kills() -> int | None:
+    """Return the kernel's counter of out-of-memory kills here, or None where there is no counter.
+
+    Take it before the ranks start and again when one of them died of SIGKILL: a difference means that the
+    kernel did it. Works with control groups v2 (`memory.events`) and v1 (`memory.oom_control`).
+    """
+    for folder, version in _folders():
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        try:
+            lines = (folder / name).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+    return None
+
+
+def read_memory_limit() -> int | None:
+    """Return the smallest limit in bytes that applies here, or None without one."""
+    limits: list[int] = []
+    for folder, version in _folders():
+        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        if text != "max" and int(text) < _NO_LIMIT_V1:
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _folders(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[Path, int]]:
+    # In a pod the path is "/" and the root is the pod's own group; on a host the path must be appended.
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for base in (root, root / "unified"):
+                yield base / path.lstrip("/"), 2
+                yield base, 2
+        elif "memory" in controllers.split(","):
+            yield root / "memory" / path.lstrip("/"), 1
+            yield root / "memory", 1

@@ -1,0 +1,106 @@
+"""The agents of this machine's simulated nodes: started from a warm seed, watched, replaced, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+
+from prefect_torch_elastic.errors import ElasticError
+from prefect_torch_elastic.node import processes
+from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
+from prefect_torch_elastic.wire import Channel, ChannelClosed, Message, Quit
+
+
+class Node:
+    """One agent process and the channel to it."""
+
+    def __init__(self, index: int, pid: int, channel: Channel) -> None:
+        self.index, self.pid, self.channel = index, pid, channel
+        self.pidfd = os.pidfd_open(pid)
+        self.code: int | None = None
+
+    def send(self, message: Message) -> None:
+        with suppress(ChannelClosed):  # its death is noticed by pidfd
+            self.channel.send(message)
+
+    def interrupt(self) -> None:
+        """Wake an agent that waits in a rendezvous."""
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def reap(self) -> int:
+        """Take the exit status of an agent that has ended, and close what belongs to it."""
+        try:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            self.code = 255
+        os.close(self.pidfd)
+        self.channel.close()
+        return self.code
+
+
+class Nodes:
+    """All agents that live now, by index; they stay between the gangs of a flow."""
+
+    def __init__(self, seed: ForkServer, log: str) -> None:
+        self._seed, self._log = seed, log
+        self.living: dict[int, Node] = {}
+
+    def provide(self, index: int) -> Node:
+        """Return the agent of node `index`, a new one if there is none.
+
+        Raises:
+            ElasticError: If none can be started.
+        """
+        if index in self.living:
+            return self.living[index]
+        ours, theirs = socket.socketpair()
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        child = Child(
+            target="agent",
+            spec={},
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            fds=[theirs.fileno(), log],
+        )
+        try:
+            (pid,) = self._seed.fork([child])
+        except ServerLost as error:
+            raise ElasticError(f"no agent can be started for node {index}: {error}") from error
+        finally:
+            theirs.close()
+            os.close(log)
+        self.living[index] = Node(index, pid, Channel(ours))
+        return self.living[index]
+
+    def bury(self, node: Node) -> int:
+        """Reap an agent that has died and everything that it left; return its exit code."""
+        code = node.reap()
+        self.living.pop(node.index, None)
+        processes.kill_children(keep={self._seed.pid, *(other.pid for other in self.living.values())})
+        return code
+
+    def close(self, timeout_seconds: float) -> None:
+        """End all agents and the seed."""
+        for node in self.living.values():
+            node.send(Quit())
+        deadline = time.monotonic() + timeout_seconds
+        while self.living and time.monotonic() < deadline:
+            for node in list(self.living.values()):
+                if _has_ended(node.pid):
+                    self.bury(node)
+            time.sleep(0.005)
+        for node in list(self.living.values()):
+            node.signal(signal.SIGKILL)
+            self.bury(node)
+        self._seed.close()
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,0 +1,115 @@
+"""What Linux tells and does about processes: parents, groups, adoption, states, and the sweep of leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+MARK = "PTE_MARK"
+"""Environment variable that all descendants of a launcher carry, so that the last one standing can find them."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SELF = Path("/proc/self")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that it can be waited for and ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL at the death of the parent *thread*; call it after the parent is final."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def count_threads() -> int:
+    return len(list((_SELF / "task").iterdir()))
+
+
+def find_open_gpus() -> list[str]:
+    """Return the GPU devices that this process has open; asks no driver, so it opens none."""
+    found: set[str] = set()
+    for entry in (_SELF / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry)
+            if target.startswith("/dev/nvidia"):
+                found.add(target)
+    return sorted(found)
+
+
+def list_children() -> list[int]:
+    """Return the pids of this process's children, adopted ones included."""
+    children: list[int] = []
+    for thread in (_SELF / "task").iterdir():
+        with contextlib.suppress(OSError):
+            children += map(int, (thread / "children").read_text().split())
+    return children
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP or a debugger: it looks alive to everybody else."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+def kill_group(leader: int, number: int = signal.SIGKILL) -> bool:
+    """Signal the process group of `leader`; False when there is none any more."""
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def kill_children(*, keep: set[int]) -> list[int]:
+    """SIGKILL and reap every child that is not in `keep`, until there is none; return their pids.
+
+    A subreaper's unexpected children are orphans of its ranks: data loaders, servers, helpers that called
+    `setsid`. A killed child hands its own children up, so this goes on until nothing new arrives.
+    """
+    killed: list[int] = []
+    for _ in range(100):
+        orphans = [pid for pid in list_children() if pid not in keep]
+        if not orphans:
+            break
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                killed.append(pid)
+    return killed
+
+
+def kill_marked(mark: str) -> list[int]:
+    """SIGKILL every process whose first environment carries `mark`: forked or exec'ed, `setsid` or not."""
+    needle = f"{MARK}={mark}".encode()
+    killed: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if needle in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed.append(int(entry.name))
+    return killed
+
+
+def close_all_but(*keep: int) -> None:
+    """Close every file descriptor above stderr except `keep`."""
+    low = 3
+    for fd in sorted(fd for fd in keep if fd >= low):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

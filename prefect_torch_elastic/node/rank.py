@@ -1,0 +1,260 @@
+"""The main of a rank: load the call, run it, leave its result or its error, and go.
+
+The same code runs in a process that was forked from a warm server and in a fresh interpreter
+(`python -m prefect_torch_elastic.node.rank`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import faulthandler
+import inspect
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect_torch_elastic import compat, context, parcel
+from prefect_torch_elastic.errors import NonRetryable, TransferError
+from prefect_torch_elastic.node import processes, ranklog
+from prefect_torch_elastic.rankstate import RankState
+
+HOLD_SECONDS = 2.0
+_OUR_FRAMES = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOrder:
+    """What an agent tells a rank.
+
+    Attributes:
+        call: Path of the parcel with function and arguments, verified by the agent.
+        secret: HMAC key for the parcels that the rank writes, as hex.
+        prefix: Path and file name start of all that the rank writes (`….result`, `….error`, `….stacks`).
+        search_path: `sys.path` of the flow.
+        threads: Threads for torch's operators; 0 takes the cores that the process may use.
+        collective_timeout_seconds: Default timeout of process groups; None leaves torch's.
+        non_retryable: Dotted names of exceptions that end all retries.
+    """
+
+    call: str
+    secret: str
+    prefix: str
+    search_path: list[str]
+    threads: int
+    collective_timeout_seconds: float | None
+    non_retryable: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRecord:
+    """What a rank says about its own exception; a file `….error.json` that exists is complete."""
+
+    stage: str
+    exc_type: str
+    exc_message: str
+    traceback: str
+    non_retryable: bool
+    raised_at: float
+    parcel: str
+
+
+def run_rank(spec: dict[str, Any], fds: list[int]) -> int:
+    """Run one rank; `fds` are its log (stdout and stderr), its page, and the pipe for its news.
+
+    Returns:
+        The exit code.
+    """
+    order = RankOrder(**spec)
+    log, page, news = fds
+    _redirect(log)
+    context.bind(RankState(page))
+    os.close(page)
+    stacks = open(f"{order.prefix}.stacks", "w")  # noqa: SIM115  (the process's last words go there)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)  # C level: needs no GIL
+    ranklog.start_logging(sys.stdout)
+    ranklog.patch_get_run_logger()
+    _prepare(order)
+    code = _run(order, news)
+    _finish()
+    _tell(news, "exit")
+    return code & 0xFF
+
+
+def _redirect(log: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+    # line buffered, whatever the server's own streams were: the last line before a SIGKILL is in the file
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+
+
+def _prepare(order: RankOrder) -> None:
+    """Undo what a fork shares and a fresh interpreter would not: random state, thread counts, search path."""
+    sys.path[:] = order.search_path or sys.path
+    sys.argv[:] = ["prefect-torch-elastic rank"]
+    random.seed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(order.threads or len(os.sched_getaffinity(0)))
+        torch.default_generator.seed()  # torch seeds once per import: all ranks would draw the same numbers
+    if order.collective_timeout_seconds is not None:
+        compat.set_default_collective_timeout(order.collective_timeout_seconds)
+
+
+def _run(order: RankOrder, news: int) -> int:
+    stage = "load"
+    try:
+        function, args, kwargs = parcel.read_parcel(Path(order.call), key=None)
+        stage = "run"
+        _tell(news, "start")
+        value = _call(function, args, kwargs)
+        stage = "result"
+        if os.environ["RANK"] == "0":
+            _write_result(order, value)
+        _tell(news, "returned")
+    except BaseException as error:
+        if isinstance(error, SystemExit) and stage == "run" and error.code in (None, 0):
+            return _run_ended_by_exit(order, news)
+        _tell(news, "raised")
+        _write_error(order, error, stage)
+        _tell(news, "recorded")
+        _hold()
+        return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    return 0
+
+
+def _call(function: Any, args: Any, kwargs: Any) -> Any:
+    value = function(*args, **kwargs)
+    if inspect.iscoroutine(value):
+        return asyncio.run(value)
+    return value
+
+
+def _run_ended_by_exit(order: RankOrder, news: int) -> int:
+    # sys.exit() in a script is a normal end; its value is None.
+    if os.environ["RANK"] == "0":
+        _write_result(order, None)
+    _tell(news, "returned")
+    return 0
+
+
+def _write_result(order: RankOrder, value: Any) -> None:
+    try:
+        parcel.write_parcel(Path(f"{order.prefix}.result"), value, key=bytes.fromhex(order.secret))
+    except TransferError as error:
+        kind = type(value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise TransferError(
+            f"rank 0 returned a value (`{name}`) that cannot be sent to the flow: {error}. "
+            "Return a path or plain data."
+        ) from error
+
+
+def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
+    text = _render_traceback(error)
+    sys.stdout.flush()
+    print(text, file=sys.stderr)
+    path = f"{order.prefix}.error"
+    try:
+        parcel.write_parcel(Path(path), error, key=bytes.fromhex(order.secret))
+    except Exception:  # an exception that holds a lock or a socket: its text travels, it does not
+        path = ""
+    record = ErrorRecord(
+        stage=stage,
+        exc_type=type(error).__name__,
+        exc_message=str(error),
+        traceback=text,
+        non_retryable=_is_non_retryable(error, order.non_retryable),
+        raised_at=time.monotonic(),
+        parcel=path,
+    )
+    target = Path(f"{order.prefix}.error.json")
+    temporary = target.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(record)))
+    temporary.replace(target)
+
+
+def _is_non_retryable(error: BaseException, names: list[str]) -> bool:
+    if isinstance(error, NonRetryable):
+        return True
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    kinds |= {kind.__qualname__ for kind in type(error).__mro__ if kind.__module__ == "builtins"}
+    return not kinds.isdisjoint(names)
+
+
+def _render_traceback(error: BaseException) -> str:
+    """The traceback without our own frames at its start: the user's code comes first."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown or error.__traceback__))
+
+
+class _Released(BaseException):
+    pass
+
+
+def _hold() -> None:
+    """Keep the sockets open until the agent has looked at the other ranks (its SIGTERM), a while at most.
+
+    Otherwise their collectives fail at once, and their stacks show the unwinding instead of the wait.
+    """
+
+    def release(*_: object) -> None:
+        raise _Released
+
+    with contextlib.suppress(_Released, ValueError):
+        signal.signal(signal.SIGTERM, release)
+        time.sleep(HOLD_SECONDS)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _finish() -> None:
+    """End like a script: join threads (the agent bounds that), run exit handlers, flush.
+
+    The interpreter itself is left by `os._exit`: C++ destructors of a process group hang after a fork.
+    """
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):
+            stream.flush()
+
+
+def _tell(news: int, word: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(news, f"{word} {time.monotonic()}\n".encode())
+
+
+def main() -> int:
+    """Run a cold rank: `python -m prefect_torch_elastic.node.rank AGENT_PID SPEC FD FD FD`."""
+    agent, spec, *fds = sys.argv[1:]
+    os.setpgid(0, 0)
+    processes.die_with_parent()
+    if os.getppid() != int(agent):
+        return 71
+    return run_rank(json.loads(spec), [int(fd) for fd in fds])
+
+
+if __name__ == "__main__":
+    os._exit(main())

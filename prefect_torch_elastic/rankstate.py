@@ -1,0 +1,126 @@
+"""One page of shared memory per rank: what the rank is doing, and what it is asked to do.
+
+The rank writes, its agent reads, and the other way round for the stop request. A page costs a rank less than
+20 microseconds a step, needs no lock (a sequence number that is odd while a write is going on), and survives
+the rank's death by any signal, so the last step before a SIGKILL is known.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+_SIZE = 4096
+_STATE = struct.Struct("=QqqdI")  # sequence, step, total_steps, monotonic seconds, length of the text
+_STOP = struct.Struct("=I")
+_STOP_AT = 0
+_STATE_AT = 8
+_TEXT_AT = _STATE_AT + _STATE.size
+_UNKNOWN = -1
+
+
+class StopReason(IntEnum):
+    """Why a rank is asked to stop."""
+
+    NONE = 0
+    CANCELLED = 1
+    PREEMPTED = 2
+    TIMED_OUT = 3
+    REGROUP = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgress:
+    """What a rank reported last; `step` is None before the first report."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    reported_at: float = 0.0
+    phase: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class RankState:
+    """A view of one rank's page; the same object serves the rank and its agent."""
+
+    def __init__(self, fd: int) -> None:
+        self._page = mmap.mmap(fd, _SIZE)
+        self._sequence = 0
+        self._step, self._total = _UNKNOWN, _UNKNOWN
+        self._metrics: dict[str, Any] = {}
+        self._phase = ""
+
+    @staticmethod
+    def create_file(name: str) -> int:
+        """Return a file descriptor of an empty page that belongs to no folder and ends with its last user."""
+        fd = os.memfd_create(f"pte-{name}")
+        os.ftruncate(fd, _SIZE)
+        return fd
+
+    def close(self) -> None:
+        self._page.close()
+
+    def report(self, metrics: dict[str, Any], *, step: int, total_steps: int | None) -> None:
+        """Publish a finished step; `metrics` are numbers or short texts."""
+        self._step, self._metrics = step, metrics
+        self._total = _UNKNOWN if total_steps is None else total_steps
+        self._write()
+
+    def enter_phase(self, phase: str) -> str:
+        """Publish what the rank does besides steps, and return what it did before."""
+        before, self._phase = self._phase, phase
+        self._write()
+        return before
+
+    def request_stop(self, reason: StopReason) -> None:
+        _STOP.pack_into(self._page, _STOP_AT, reason)
+
+    @property
+    def stop_requested(self) -> StopReason:
+        return StopReason(_STOP.unpack_from(self._page, _STOP_AT)[0])
+
+    def read(self) -> RankProgress:
+        """Return the newest whole report; a writer that died in the middle leaves the numbers, not the text."""
+        for _ in range(100):
+            sequence, step, total, at, length = _STATE.unpack_from(self._page, _STATE_AT)
+            text = bytes(self._page[_TEXT_AT : _TEXT_AT + min(length, _SIZE - _TEXT_AT)])
+            if sequence % 2 == 0 and _STATE.unpack_from(self._page, _STATE_AT)[0] == sequence:
+                break
+        else:
+            text = b""
+        try:
+            phase, metrics = json.loads(text) if text else ("", {})
+        except ValueError:
+            phase, metrics = "", {}
+        return RankProgress(
+            step=step if at and step != _UNKNOWN else None,
+            total_steps=total if at and total != _UNKNOWN else None,
+            reported_at=at,
+            phase=phase,
+            metrics=metrics,
+        )
+
+    def _write(self) -> None:
+        text = json.dumps([self._phase, self._metrics], default=_plain).encode()
+        if len(text) > _SIZE - _TEXT_AT:
+            text = json.dumps([self._phase, {}]).encode()
+        _STATE.pack_into(self._page, _STATE_AT, self._sequence + 1, self._step, self._total, time.monotonic(), 0)
+        self._page[_TEXT_AT : _TEXT_AT + len(text)] = text
+        self._sequence += 2
+        _STATE.pack_into(
+            self._page, _STATE_AT, self._sequence, self._step, self._total, time.monotonic(), len(text)
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A metric that JSON does not know: a tensor or numpy scalar becomes a float, the rest a short text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)[:100]

@@ -1,0 +1,96 @@
+"""The run folder on a directory: where a run's calls, logs and evidence are, and what is removed when.
+
+```
+<store>/<run key>/attempts/0001/call            function and arguments, gone when the attempt ends
+                               /launcher.log    what launcher and agents said
+                               /node-0/rank-0.log, rank-0.stacks, rank-0.error.json
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from prefect_torch_elastic.errors import SpecError, StoreError
+
+STORE_VARIABLE = "PREFECT_INTEGRATIONS_TORCH_ELASTIC_STORE"
+_SAFE = re.compile(r"[^A-Za-z0-9._=-]+")
+_NAME_CHARACTERS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFolder:
+    """One gang's folder, in a run that may have had others."""
+
+    number: int
+    path: Path
+
+    @property
+    def call(self) -> Path:
+        """The parcel with function and arguments."""
+        return self.path / "call"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What launcher and agents said."""
+        return self.path / "launcher.log"
+
+    def tidy(self) -> None:
+        """Remove what nobody needs after the attempt: parcels, and files that nothing was written to."""
+        for parcel in [self.call, *self.path.glob("node-*/*.result"), *self.path.glob("node-*/*.error")]:
+            parcel.unlink(missing_ok=True)
+        for file in [self.launcher_log, *self.path.glob("node-*/*.stacks")]:
+            with suppress(OSError):
+                if not file.stat().st_size:
+                    file.unlink()
+
+
+def resolve_store(store: str | None, *, from_environment: str | None, home: Path) -> Path:
+    """Return the directory of the store: the block's, the environment's, or one under Prefect's home.
+
+    Raises:
+        SpecError: If it is not a directory.
+    """
+    url = store or from_environment or str(home / "torch-elastic")
+    parts = urlsplit(url)
+    if parts.scheme and parts.scheme != "file":
+        raise SpecError(
+            f"`store={url!r}` cannot be used by a gang on this machine yet. Pass a directory or a `file://` URL."
+        )
+    return Path(unquote(parts.path) if parts.scheme else url).expanduser().absolute()
+
+
+def create_attempt(store: Path, run_key: str) -> AttemptFolder:
+    """Make the folder of the run's next attempt; two callers never get the same one.
+
+    Raises:
+        StoreError: If the folder cannot be made.
+    """
+    attempts = store / name_folder(run_key) / "attempts"
+    try:
+        attempts.mkdir(parents=True, exist_ok=True)
+        number = max((int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()), default=0)
+        while True:
+            number += 1
+            path = attempts / f"{number:04}"
+            with suppress(FileExistsError):
+                path.mkdir()
+                return AttemptFolder(number=number, path=path)
+    except OSError as error:
+        raise StoreError(
+            f"the run folder cannot be made in `{store}`: {error.strerror or error}. "
+            f"Pass `store=` a directory that can be written, or set `{STORE_VARIABLE}`."
+        ) from error
+
+
+def name_folder(run_key: str) -> str:
+    """Return the run key as the name of one folder; keys that look alike afterwards stay apart."""
+    safe = _SAFE.sub("-", run_key).strip("-.")[:_NAME_CHARACTERS]
+    if safe == run_key:
+        return safe
+    return f"{safe or 'run'}-{hashlib.sha256(run_key.encode()).hexdigest()[:8]}"
