@@ -25,7 +25,7 @@ def set_default_collective_timeout(seconds: float) -> None:
     """
     from torch.distributed import distributed_c10d
 
-    distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=seconds)  # pyright: ignore
+    distributed_c10d._get_default_timeout = _constant(timedelta(seconds=seconds))  # pyright: ignore[reportPrivateUsage]
 
 
 def tune_rendezvous(handler: Any) -> None:
@@ -37,7 +37,8 @@ def tune_rendezvous(handler: Any) -> None:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     handler._state_holder._cache_duration = TORCH_RENDEZVOUS_CACHE_SECONDS
-    if getattr(dynamic_rendezvous._delay, "tuned", False):
+    rendezvous: Any = dynamic_rendezvous
+    if getattr(rendezvous._delay, "tuned", False):
         return
     import time
 
@@ -45,7 +46,7 @@ def tune_rendezvous(handler: Any) -> None:
         time.sleep(TORCH_RENDEZVOUS_POLL_SECONDS if seconds == 1 else 0.0)
 
     delay.tuned = True  # pyright: ignore[reportFunctionMemberAccess]
-    dynamic_rendezvous._delay = delay
+    rendezvous._delay = delay
 
 
 def task_cancel_requested(task_runner: Any, task_run_id: Any) -> bool:
@@ -69,4 +70,28 @@ def is_called_by_prefect_task() -> bool:
     """Whether the caller's caller is `prefect.tasks`, which asks a function for its code to make a task."""
     import sys
 
-    return sys._getframe(2).f_globals.get("__name__") == "prefect.tasks"
+    return sys._getframe(2).f_globals.get("__name__") == "prefect.tasks"  # pyright: ignore[reportPrivateUsage]
+
+
+def run_exit_handlers() -> None:
+    """Join threads and run exit handlers, as an interpreter does at its end, without C++ destructors."""
+    import atexit
+    import threading
+
+    interpreter: Any = threading
+    interpreter._shutdown()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+
+
+def forget_exit_handlers() -> None:
+    """Drop the exit handlers that a parent registered before a fork."""
+    import atexit
+
+    atexit._clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def _constant(value: Any) -> Any:
+    def answer(*_: Any) -> Any:
+        return value
+
+    return answer

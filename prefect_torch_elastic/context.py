@@ -6,10 +6,10 @@ Outside a rank there is a context too, of one rank, so that a function can be te
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect_torch_elastic.errors import MissingExtraError
 from prefect_torch_elastic.rankstate import RankState
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import device as torch_device
     from torch.nn import Module
     from torch.utils.data import DataLoader
-
-ModelT = TypeVar("ModelT", bound="Module")
 
 RUN_KEY = "PTE_RUN_KEY"
 ATTEMPT = "PTE_ATTEMPT"
@@ -80,7 +78,7 @@ class ElasticContext:
         listens. Rank 0's numbers reach the task run's log; every rank's step is part of a failure report.
 
         Args:
-            metrics: Names and numbers, such as `{"loss": 2.31}`; a scalar tensor is read (a GPU waits for it).
+            metrics: Names and numbers, such as `{"loss": 2.31}`; reading a tensor waits for its GPU.
             step: Completed steps, from 1.
             total_steps: Steps in the whole run, when it is known.
         """
@@ -88,7 +86,7 @@ class ElasticContext:
             _state.report(dict(metrics), step=step, total_steps=total_steps)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None, None, None]:
         """Say what the rank does besides training steps: `evaluate`, `compile`, `load data`."""
         if _state is None:
             yield
@@ -117,7 +115,7 @@ class ElasticContext:
             options.update(rank=0, world_size=1)
         torch.distributed.init_process_group(backend or _default_backend(torch), **options)
 
-    def prepare_model(self, model: ModelT, **options: Any) -> Any:
+    def prepare_model(self, model: Module, **options: Any) -> Module:
         """Move `model` to this rank's device and wrap it in DistributedDataParallel.
 
         Args:
@@ -143,19 +141,20 @@ class ElasticContext:
         torch = _load_torch()
         if self.world_size == 1:
             return loader
-        shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
+        source = cast("Any", loader)
+        shuffled = isinstance(source.sampler, torch.utils.data.RandomSampler)
         sampler = torch.utils.data.DistributedSampler(
-            loader.dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffled
+            source.dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffled
         )
         return torch.utils.data.DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size,
+            source.dataset,
+            batch_size=source.batch_size,
             sampler=sampler,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            drop_last=loader.drop_last,
-            persistent_workers=loader.persistent_workers,
+            num_workers=source.num_workers,
+            collate_fn=source.collate_fn,
+            pin_memory=source.pin_memory,
+            drop_last=source.drop_last,
+            persistent_workers=source.persistent_workers,
         )
 
 
@@ -201,7 +200,6 @@ def _default_backend(torch: Any) -> str:
 def _load_torch() -> Any:
     try:
         import torch
-        import torch.distributed
     except ModuleNotFoundError as error:
         cure = "pip install 'prefect-torch-elastic[torch]'"
         raise MissingExtraError(f"A rank needs `torch`. Run `{cure}` where the gang runs.") from error

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Category(StrEnum):
@@ -104,7 +105,9 @@ _PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed out|timeout|watchdog", re.IGNORECASE)
-_COLLECTIVE = re.compile(r"gloo|nccl|collective|allreduce|all_reduce|barrier|store|recv|watchdog", re.IGNORECASE)
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|collective|allreduce|all_reduce|barrier|store|recv|watchdog", re.IGNORECASE
+)
 _DEVICE_OOM = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _DISTRIBUTED_TYPES = {
     "RuntimeError",
@@ -152,6 +155,12 @@ def diagnose(ranks: Sequence[RankEvidence]) -> Diagnosis:
         last_lines=culprit.last_lines,
         non_retryable=category in NEVER_AGAIN or culprit.non_retryable,
     )
+
+
+def parse_diagnosis(fields: Mapping[str, Any]) -> Diagnosis:
+    """Return the diagnosis whose fields travelled as JSON."""
+    values: dict[str, Any] = {**fields, "category": Category(fields["category"])}
+    return Diagnosis(**values)
 
 
 NEVER_AGAIN = frozenset({Category.NON_RETRYABLE, Category.RESULT_NOT_SENDABLE, Category.CALL_NOT_LOADABLE})
@@ -341,6 +350,6 @@ _CURES = {
     ),
     Category.CALL_NOT_LOADABLE: "Install what the function imports where the gang runs.",
     Category.SETUP_FAILED: "Nothing was trained. Mend the setting and run the task again.",
-    Category.NODE_LOST: "Ask for a range (`nnodes=\"1:2\"`) if the gang may go on with fewer nodes.",
+    Category.NODE_LOST: 'Ask for a range (`nnodes="1:2"`) if the gang may go on with fewer nodes.',
     Category.LAUNCHER_LOST: "Somebody killed it, or the host ran out of memory.",
 }

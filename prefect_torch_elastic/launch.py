@@ -1,4 +1,4 @@
-"""One elastic task run, from its arguments to its result: the driver's whole part in a gang on this machine."""
+"""One elastic task run, from its arguments to its result: the driver's part in a gang on this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.settings import get_current_settings
 
-from prefect_torch_elastic import compat, parcel
+from prefect_torch_elastic import compat, parcel, pickles
 from prefect_torch_elastic.attempts import Action, decide_attempt
-from prefect_torch_elastic.diagnosis import render_failure
+from prefect_torch_elastic.diagnosis import parse_diagnosis, render_failure
 from prefect_torch_elastic.errors import GangFailed, GangTimedOut, TransferError
-from prefect_torch_elastic.local import GangCancelled, diagnosis_of, launcher_environment, pool, run_gang
+from prefect_torch_elastic.local import GangCancelled, launcher_environment, pool, run_gang
 from prefect_torch_elastic.runfolder import (
     STORE_VARIABLE,
     AttemptFolder,
@@ -147,7 +147,7 @@ def _run_attempts(call: _Call) -> Any:
         try:
             if ended.status != "failed":
                 return _conclude(call, ended, secret)
-            diagnosis = diagnosis_of(ended)
+            diagnosis = parse_diagnosis(ended.diagnosis)
             decision = decide_attempt(diagnosis, attempt=used, max_attempts=call.spec.max_attempts)
             if decision.action is not Action.NEW_ATTEMPT:
                 raise _failure(ended, secret)
@@ -197,7 +197,9 @@ def _run_attempt(call: _Call, folder: AttemptFolder) -> tuple[GangEnded, bytes]:
             folder.tidy()
     if ended.killed:
         call.log.warning(
-            "Ranks %s did not leave within %g s after SIGTERM and were killed.", ended.killed, spec.grace_seconds
+            "Ranks %s did not leave within %g s after SIGTERM and were killed.",
+            ended.killed,
+            spec.grace_seconds,
         )
     return ended, secret
 
@@ -205,15 +207,13 @@ def _run_attempt(call: _Call, folder: AttemptFolder) -> tuple[GangEnded, bytes]:
 def _write_call(call: _Call, folder: AttemptFolder, secret: bytes) -> list[str]:
     """Write function and arguments for the ranks, once for all of them, and return the modules they name."""
     arguments = _name_arguments(call.function, call.args, call.kwargs)
-    if on_gpu := parcel.find_cuda_arguments(arguments):
+    if on_gpu := pickles.find_cuda_arguments(arguments):
         names = ", ".join(f"`{name}`" for name in on_gpu)
         call.log.warning("CUDA tensors in %s travel as CPU tensors; move them in the ranks.", names)
     try:
-        size, modules = parcel.write_call(
-            folder.call, (call.function, call.args, call.kwargs), key=secret
-        )
+        size, modules = parcel.write_call(folder.call, (call.function, call.args, call.kwargs), key=secret)
     except TransferError as error:
-        raise parcel.name_what_cannot_travel(call.function, arguments) from error
+        raise pickles.name_culprit(call.function, arguments) from error
     if size > LARGE_CALL_BYTES:
         call.log.warning(
             "The arguments are %.1f GiB, written to disk for the ranks. Pass a path or a URL instead.",
@@ -236,7 +236,7 @@ def _conclude(call: _Call, ended: GangEnded, secret: bytes) -> Any:
 
 
 def _failure(ended: GangEnded, secret: bytes) -> Exception:
-    diagnosis = diagnosis_of(ended)
+    diagnosis = parse_diagnosis(ended.diagnosis)
     cause: BaseException | None = None
     if ended.error:
         with suppress(Exception):  # an exception whose class cannot be made here: its text says it all

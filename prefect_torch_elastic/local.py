@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_elastic.diagnosis import Diagnosis, diagnose_lost_launcher
+from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
+from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.wire import (
     Channel,
     ChannelClosed,
@@ -33,7 +34,6 @@ from prefect_torch_elastic.wire import (
     StopGang,
 )
 
-MARK = "PTE_MARK"  # the name that `node.processes` looks for
 IDLE_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _QUIT_SECONDS = 5.0
@@ -72,9 +72,7 @@ class Launcher:
             self._sweep()
 
     def _sweep(self) -> None:
-        from prefect_torch_elastic.node.processes import kill_marked
-
-        kill_marked(self.mark)
+        processes.kill_marked(self.mark)
 
 
 class LauncherPool:
@@ -156,9 +154,9 @@ def start_launcher(environment: Mapping[str, str], *, key: tuple[Any, ...], log:
     mark = secrets.token_hex(8)
     command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node"]
     with log.open("ab") as output:
-        process = subprocess.Popen(  # noqa: S603  (our own module)
+        process = subprocess.Popen(
             [*command, "--channel", str(theirs.fileno()), "--log", str(log)],
-            env={**environment, MARK: mark},
+            env={**environment, processes.MARK: mark},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -205,14 +203,6 @@ def run_gang(
         raise
 
 
-def diagnosis_of(ended: GangEnded) -> Diagnosis:
-    """Return the diagnosis that a failed gang ended with."""
-    from prefect_torch_elastic.diagnosis import Category
-
-    fields = dict(ended.diagnosis)
-    return Diagnosis(**{**fields, "category": Category(fields["category"])})
-
-
 def _stop(launcher: Launcher, grace_seconds: float, listen: Listener) -> None:
     """End the gang within its grace; a second Ctrl-C meanwhile ends it at once."""
     deadline = time.monotonic() + grace_seconds + _STOP_MARGIN_SECONDS
@@ -239,15 +229,13 @@ def _lost(launcher: Launcher) -> GangEnded:
     """The launcher is gone: its agents and ranks die with it (parent-death signals); sweep what is left."""
     from dataclasses import asdict
 
-    from prefect_torch_elastic.node.processes import kill_marked
-
     try:
         code = launcher.process.wait(_QUIT_SECONDS)
     except subprocess.TimeoutExpired:
         launcher.process.kill()
         code = launcher.process.wait()
     deadline = time.monotonic() + _QUIT_SECONDS
-    while kill_marked(launcher.mark) and time.monotonic() < deadline:
+    while processes.kill_marked(launcher.mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     logging.getLogger(__name__).debug("launcher %s is gone (%s)", launcher.process.pid, code)
     return GangEnded(status="failed", diagnosis=asdict(diagnose_lost_launcher(code)))

@@ -14,7 +14,7 @@ import struct
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 _SIZE = 4096
 _STATE = struct.Struct("=QqqdI")  # sequence, step, total_steps, monotonic seconds, length of the text
@@ -86,36 +86,41 @@ class RankState:
         return StopReason(_STOP.unpack_from(self._page, _STOP_AT)[0])
 
     def read(self) -> RankProgress:
-        """Return the newest whole report; a writer that died in the middle leaves the numbers, not the text."""
+        """Return the newest whole report; of a writer that died in the middle, only the numbers."""
         for _ in range(100):
-            sequence, step, total, at, length = _STATE.unpack_from(self._page, _STATE_AT)
+            before, step, total, at, length = _STATE.unpack_from(self._page, _STATE_AT)
             text = bytes(self._page[_TEXT_AT : _TEXT_AT + min(length, _SIZE - _TEXT_AT)])
-            if sequence % 2 == 0 and _STATE.unpack_from(self._page, _STATE_AT)[0] == sequence:
-                break
-        else:
-            text = b""
-        try:
-            phase, metrics = json.loads(text) if text else ("", {})
-        except ValueError:
-            phase, metrics = "", {}
-        return RankProgress(
-            step=step if at and step != _UNKNOWN else None,
-            total_steps=total if at and total != _UNKNOWN else None,
-            reported_at=at,
-            phase=phase,
-            metrics=metrics,
-        )
+            if before % 2 == 0 and _STATE.unpack_from(self._page, _STATE_AT)[0] == before:
+                return _parse_progress(step, total, at, text)
+        _, step, total, at, _ = _STATE.unpack_from(self._page, _STATE_AT)
+        return _parse_progress(step, total, at, b"")
 
     def _write(self) -> None:
         text = json.dumps([self._phase, self._metrics], default=_plain).encode()
         if len(text) > _SIZE - _TEXT_AT:
             text = json.dumps([self._phase, {}]).encode()
-        _STATE.pack_into(self._page, _STATE_AT, self._sequence + 1, self._step, self._total, time.monotonic(), 0)
+        _STATE.pack_into(
+            self._page, _STATE_AT, self._sequence + 1, self._step, self._total, time.monotonic(), 0
+        )
         self._page[_TEXT_AT : _TEXT_AT + len(text)] = text
         self._sequence += 2
         _STATE.pack_into(
             self._page, _STATE_AT, self._sequence, self._step, self._total, time.monotonic(), len(text)
         )
+
+
+def _parse_progress(step: int, total_steps: int, reported_at: float, text: bytes) -> RankProgress:
+    try:
+        phase, metrics = cast("tuple[str, dict[str, Any]]", json.loads(text) if text else ("", {}))
+    except ValueError:
+        phase, metrics = "", {}
+    return RankProgress(
+        step=step if reported_at and step != _UNKNOWN else None,
+        total_steps=total_steps if reported_at and total_steps != _UNKNOWN else None,
+        reported_at=reported_at,
+        phase=phase,
+        metrics=metrics,
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -60,7 +60,8 @@ def resolve_store(store: str | None, *, from_environment: str | None, home: Path
     parts = urlsplit(url)
     if parts.scheme and parts.scheme != "file":
         raise SpecError(
-            f"`store={url!r}` cannot be used by a gang on this machine yet. Pass a directory or a `file://` URL."
+            f"`store={url!r}` cannot be used by a gang on this machine yet. "
+            "Pass a directory or a `file://` URL."
         )
     return Path(unquote(parts.path) if parts.scheme else url).expanduser().absolute()
 

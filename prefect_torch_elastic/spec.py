@@ -39,6 +39,7 @@ __all__ = [
     "parse_topology",
     "render_budgets",
     "render_worst_case_wait",
+    "restore_spec",
     "worst_case_wait_seconds",
 ]
 
@@ -133,6 +134,12 @@ class Spec:
     def max_nodes(self) -> int:
         """The number of nodes that the gang can use."""
         return parse_nnodes(self.nnodes)[1]
+
+
+def restore_spec(fields: Mapping[str, Any]) -> Spec:
+    """Return the spec whose fields travelled as JSON; they were checked before."""
+    values = {**fields, "checkpoint": CheckpointPolicy(**fields["checkpoint"])}
+    return Spec(**cast("dict[str, Any]", values))
 
 
 def merge_fields(*layers: Mapping[str, object]) -> dict[str, object]:

@@ -67,7 +67,7 @@ class ElasticTask(Task[P, R]):
         **task_options: Any,
     ) -> None:
         super().__init__(fn=fn, **task_options)
-        self._bind(fn, infrastructure=infrastructure, fields=fields or {}, run_key=run_key)
+        self.bind(fn, infrastructure=infrastructure, fields=fields or {}, run_key=run_key)
 
     @classmethod
     def from_task(
@@ -81,10 +81,10 @@ class ElasticTask(Task[P, R]):
         """Return a copy of a plain task, with all of its options, that runs in a gang."""
         new = cls.__new__(cls)
         new.__dict__.update(task.__dict__)
-        new._bind(task.fn, infrastructure=infrastructure, fields=fields, run_key=run_key)
+        new.bind(task.fn, infrastructure=infrastructure, fields=fields, run_key=run_key)
         return new
 
-    def _bind(
+    def bind(
         self,
         fn: Callable[P, R],
         *,
@@ -92,6 +92,7 @@ class ElasticTask(Task[P, R]):
         fields: Mapping[str, object],
         run_key: RunKey,
     ) -> None:
+        """Make this task, whose Prefect half is complete, run `fn` in a gang."""
         self.user_fn = fn
         self.infrastructure = infrastructure
         self.fields = dict(fields)
@@ -121,7 +122,8 @@ class ElasticTask(Task[P, R]):
         """
         fields, task_options = split_options(options)
         condition = task_options.get("retry_condition_fn") or _RetryCondition.inside(self.retry_condition_fn)
-        base = super().with_options(**{**task_options, "retry_condition_fn": condition})
+        plain: Any = super()
+        base: Task[P, R] = plain.with_options(**{**task_options, "retry_condition_fn": condition})
         base.fn, base.task_key = self.user_fn, self.task_key
         return type(self).from_task(
             base,
@@ -155,7 +157,8 @@ class ElasticTask(Task[P, R]):
         run = TaskRunContext.get()
         if run is not None and cast("object", run.task.fn) is self:
             raise TypeError(f"`@task` stands above `@elastic_task` on `{self.name}`. {_RIGHT_ORDER}")
-        return super().__call__(*args, **kwargs)
+        call: Any = super().__call__
+        return call(*args, **kwargs)
 
     @property
     def __code__(self) -> Any:
@@ -185,8 +188,8 @@ def elastic_task(infrastructure: Any = None, *, run_key: RunKey = None, **option
         infrastructure: A `TorchElastic` block, the name of a saved one (`"torch-elastic/h200-x4"`, looked up
             when the task runs), or None.
         run_key: One name for the run over all its retries and flow runs: a text, a template over the
-            parameters (`"pretrain-{size}"`), or a callable that gets the parameters. Without it, each task run
-            is a run of its own.
+            parameters (`"pretrain-{size}"`), or a callable that gets the parameters. Without it, each task
+            run is a run of its own.
         options: Fields of `TorchElastic`, which win over the block's, and options of `prefect.task`.
 
     Returns:
@@ -229,20 +232,22 @@ class _Decorator:
 
     def __call__(self, fn: Callable[P, R] | Task[P, R]) -> ElasticTask[P, R]:
         if isinstance(fn, ElasticTask):
-            return fn.with_options(
+            elastic = cast("ElasticTask[P, R]", fn)
+            return elastic.with_options(
                 infrastructure=self._infrastructure,
                 run_key=self._run_key,
                 **self._fields,
                 **self._task_options,
             )
         if isinstance(fn, Task):
-            _check_function(fn.fn)
-            if isinstance(fn, MaterializingTask):
+            task = cast("Task[P, R]", fn)
+            _check_function(task.fn)
+            if isinstance(task, MaterializingTask):
                 raise TypeError(
-                    f"`{fn.name}` is an asset task (`@materialize`), which `@elastic_task` cannot wrap. "
+                    f"`{task.name}` is an asset task (`@materialize`), which `@elastic_task` cannot wrap. "
                     "Materialize the asset in a task of its own, from the elastic task's result."
                 )
-            base = fn.with_options(**self._task_options) if self._task_options else fn
+            base = task.with_options(**self._task_options) if self._task_options else task
             return ElasticTask.from_task(
                 base, infrastructure=self._infrastructure, fields=self._fields, run_key=self._run_key
             )
@@ -270,7 +275,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return fields, task_options
 
 
-TASK_OPTIONS = frozenset(inspect.signature(Task.__init__).parameters) - {"self", "fn"}
+TASK_OPTIONS = frozenset(inspect.signature(cast("Any", Task).__init__).parameters) - {"self", "fn"}
 
 
 def _unknown_option(name: str) -> str:
@@ -290,9 +295,11 @@ def _check_function(fn: Any) -> None:
             "put `@elastic_task` on the function that trains, and call it in the flow."
         )
     if isinstance(fn, type):
-        raise TypeError(f"`@elastic_task` needs a function, got the class `{fn.__name__}`. Put it on a function.")
+        raise TypeError(
+            f"`@elastic_task` needs a function, got the class `{fn.__name__}`. Put it on a function."
+        )
     if isinstance(fn, staticmethod | classmethod):
-        kind = type(fn).__name__
+        kind = "staticmethod" if isinstance(fn, staticmethod) else "classmethod"
         raise TypeError(f"`@elastic_task` stands above `@{kind}`. Put `@{kind}` on top.")
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
@@ -304,7 +311,7 @@ def _check_function(fn: Any) -> None:
 
 
 def _make_launch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what Prefect's engine calls: the gang inside the task's own run, the plain body anywhere else."""
+    """Return what Prefect's engine calls: the gang in the task's own run, the plain body anywhere else."""
     if inspect.iscoroutinefunction(fn):
 
         @functools.wraps(fn)
@@ -365,12 +372,12 @@ def _load_block(name: str) -> TorchElastic:
 
 def _choose_cache_policy(task: Task[Any, Any]) -> Any:
     """No input caching unless somebody asks: hashing a model at each call costs more than it saves."""
-    policy = task.cache_policy
+    policy: Any = task.cache_policy
     if isinstance(policy, _NamedFailures) or policy is None or policy is NotSet or policy == NO_CACHE:
         return policy
     if policy is DEFAULT and compat.user_cache_policy(task) is NotSet:
-        return _NamedFailures.around(policy, quiet=True) if task.persist_result else NO_CACHE
-    return _NamedFailures.around(cast(CachePolicy, policy), quiet=False)
+        return _NamedFailures.around(DEFAULT, quiet=True) if task.persist_result else NO_CACHE
+    return _NamedFailures.around(policy, quiet=False)
 
 
 class _NamedFailures(CachePolicy):

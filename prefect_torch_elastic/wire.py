@@ -118,7 +118,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksFailed:
-    """Agent to launcher: ranks of this node failed and all of them are down; `ranks` are `RankEvidence` fields."""
+    """Agent to launcher: ranks of this node failed, and all are down; `ranks` are fields of `RankEvidence`."""
 
     node: int
     round: int

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -37,10 +36,15 @@ from prefect_torch_elastic.node import memory, processes
 from prefect_torch_elastic.node.environment import build_rank_environment, build_rank_order
 from prefect_torch_elastic.node.forkserver import ForkServer, ServerLost
 from prefect_torch_elastic.node.rankprocess import RankProcess, dump_stacks
-from prefect_torch_elastic.node.rendezvous import LoneRendezvous, WatchingRendezvous, join_rendezvous
+from prefect_torch_elastic.node.rendezvous import (
+    LoneRendezvous,
+    WatchingRendezvous,
+    connect_store,
+    join_rendezvous,
+)
 from prefect_torch_elastic.ranks import parse_endpoint
 from prefect_torch_elastic.rankstate import StopReason
-from prefect_torch_elastic.spec import CheckpointPolicy, Spec
+from prefect_torch_elastic.spec import Spec, restore_spec
 from prefect_torch_elastic.wire import (
     Channel,
     ChannelClosed,
@@ -105,7 +109,8 @@ class NodeAgent(SimpleElasticAgent):
         self._ended = True
         self._in_rendezvous = False
         self._oom_kills: int | None = None
-        self._progress_at, self._progress_step = 0.0, (None, "")
+        self._progress_at = 0.0
+        self._progress_seen: tuple[int | None, str] = (None, "")
         self.killed: list[int] = []
 
     # ------------------------------------------------------------ start
@@ -350,9 +355,9 @@ class NodeAgent(SimpleElasticAgent):
             return
         progress = rank.state.read()
         seen = (progress.step, progress.phase)
-        if progress.step is None or seen == self._progress_step:
+        if progress.step is None or seen == self._progress_seen:
             return
-        self._progress_at, self._progress_step = now, seen
+        self._progress_at, self._progress_seen = now, seen
         self._send(
             Progress(
                 step=progress.step,
@@ -388,13 +393,13 @@ class NodeAgent(SimpleElasticAgent):
 
         signal.signal(signal.SIGTERM, interrupt)
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._read_channel(0.0)
         if self._stop is not None:
             raise SignalException("asked to stop", signal.SIGTERM)
         self._in_rendezvous = True
         try:
-            super()._rendezvous(worker_group)
+            cast("Any", super())._rendezvous(worker_group)
         finally:
             self._in_rendezvous = False
 
@@ -431,9 +436,10 @@ class NodeAgent(SimpleElasticAgent):
         processes.kill_children(keep=servers)
         self._send_logs(last=True)
 
+
 def _run_gang(order: RunGang, server: ForkServer | None, channel: Channel) -> ForkServer | None:
     """Take part in one gang and say how it ended; return the fork server if it can still be used."""
-    spec = Spec(**{**order.fields, "checkpoint": CheckpointPolicy(**order.fields["checkpoint"])})
+    spec = restore_spec(order.fields)
     node_agent: NodeAgent | None = None
     problem = ""
     try:
@@ -441,13 +447,13 @@ def _run_gang(order: RunGang, server: ForkServer | None, channel: Channel) -> Fo
         handler = _build_handler(order, spec)
         node_agent = NodeAgent(order, spec, handler, server, channel)
         node_agent.take_signals()
-        node_agent.run()
+        cast("Any", node_agent).run()
         handler.shutdown()
     except SignalException:
         pass
     except RendezvousTimeoutError:
         problem = f"fewer than {spec.min_nodes} nodes joined within {spec.rdzv_timeout_seconds:g} s"
-    except Exception as error:  # noqa: BLE001  (whatever it was, the launcher must hear of it)
+    except Exception as error:  # whatever it was, the launcher must hear of it
         logging.getLogger(__name__).exception("the gang could not be run")
         problem = f"{type(error).__name__}: {error}"
     finally:
@@ -462,10 +468,9 @@ def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRende
     run_id = f"{order.task_run_id or order.run_key}-{order.attempt}"
     if not order.endpoint:
         return LoneRendezvous(run_id)
-    host, port = parse_endpoint(order.endpoint)
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    host, _ = parse_endpoint(order.endpoint)
     return join_rendezvous(
-        store,
+        connect_store(order.endpoint),
         run_id,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
@@ -475,7 +480,7 @@ def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRende
     )
 
 
-def run_agent(spec: dict[str, Any], fds: list[int]) -> int:
+def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
     """Run one node's agent: gang after gang until the launcher says quit or is gone."""
     connection, log = fds
     os.dup2(log, 1)

@@ -76,9 +76,7 @@ def build_rank_environment(
     return {name: str(value) for name, value in environment.items()}
 
 
-def build_rank_order(
-    order: RunGang, spec: Spec, prefix: Path, environment: Mapping[str, str]
-) -> RankOrder:
+def build_rank_order(order: RunGang, spec: Spec, prefix: Path, environment: Mapping[str, str]) -> RankOrder:
     """Return what the rank itself is told."""
     threads = environment.get("OMP_NUM_THREADS", "")
     return RankOrder(
@@ -113,7 +111,9 @@ def _tracker_variables(order: RunGang, rank: int) -> dict[str, str]:
     run_id = hashlib.sha256(order.run_key.encode()).hexdigest()[:32]
     variables = {
         "WANDB_RUN_GROUP": run_id,
-        "MLFLOW_TAGS": json.dumps({"prefect_run_key": order.run_key, "prefect_flow_run_id": order.flow_run_id}),
+        "MLFLOW_TAGS": json.dumps(
+            {"prefect_run_key": order.run_key, "prefect_flow_run_id": order.flow_run_id}
+        ),
         "PTE_TRACKER_RUN_ID": run_id,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun
     }

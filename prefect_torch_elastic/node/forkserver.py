@@ -8,7 +8,6 @@ modules that the call names, and if that starts a thread or opens a GPU only tha
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from prefect_torch_elastic import compat
 from prefect_torch_elastic.node import processes, ranklog
 from prefect_torch_elastic.wire import ChannelClosed, receive_request, send_request, wait_readable
 
@@ -99,9 +99,15 @@ class ForkServer:
             ServerLost: If either server is gone or does not answer in time.
         """
         ours, theirs = socket.socketpair()
-        child = Child(target="server", spec={}, environment=dict(os.environ), directory=os.getcwd())
+        child = Child(
+            target="server",
+            spec={},
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            fds=[theirs.fileno()],
+        )
         try:
-            (pid,) = self.fork([Child(**{**child.__dict__, "fds": [theirs.fileno()]})])
+            (pid,) = self.fork([child])
         finally:
             theirs.close()
         server = ForkServer(ours, pid)
@@ -128,7 +134,9 @@ class ForkServer:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
-    def _ask(self, request: dict[str, Any], timeout_seconds: float, fds: Sequence[int] = ()) -> dict[str, Any]:
+    def _ask(
+        self, request: dict[str, Any], timeout_seconds: float, fds: Sequence[int] = ()
+    ) -> dict[str, Any]:
         try:
             send_request(self._socket, request, fds)
             wait_readable(self._socket, time.monotonic() + timeout_seconds)
@@ -148,7 +156,7 @@ def _serve(connection: socket.socket, owner: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setpgid(0, 0)
-        atexit._clear()  # ranks must not run handlers that the owner or a preload registered
+        compat.forget_exit_handlers()  # ranks must not run handlers that the owner or a preload registered
         ranklog.patch_get_run_logger()
         _limit_threads()
         gc.collect()
@@ -173,9 +181,9 @@ def _serve(connection: socket.socket, owner: int) -> NoReturn:
     finally:
         for group in groups:
             processes.kill_group(group)
-        if mark := os.environ.get(processes.MARK):
-            if os.getppid() != owner:  # the owner died: nobody else looks after its descendants
-                processes.kill_marked(mark)
+        mark = os.environ.get(processes.MARK)
+        if mark and os.getppid() != owner:  # the owner died: nobody else looks after its descendants
+            processes.kill_marked(mark)
         os._exit(code)
 
 
@@ -191,7 +199,7 @@ def _preload(modules: list[str], search_path: list[str]) -> dict[str, Any]:
     for name in modules:
         try:
             importlib.import_module(name)
-        except BaseException as error:  # a module that cannot be imported is the ranks' problem to report
+        except BaseException as error:  # noqa: BLE001  (a module that cannot be imported is the ranks' problem to report)
             errors[name] = f"{type(error).__name__}: {error}"
         _limit_threads()
         if not culprit and (processes.count_threads() > 1 or processes.find_open_gpus()):
@@ -251,7 +259,7 @@ def _become(request: dict[str, Any], fds: list[int], owner: int) -> NoReturn:
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
         code = _find_target(request["target"], owner)(request["spec"], kept)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (this process ends here, whatever it was)
         import traceback
 
         traceback.print_exc()

@@ -28,7 +28,7 @@ from prefect_torch_elastic.node.devices import GpuLease, list_visible_gpus
 from prefect_torch_elastic.node.nodes import Node, Nodes
 from prefect_torch_elastic.node.rendezvous import LOOPBACK, start_store
 from prefect_torch_elastic.ranks import ALLOW_SHARED_GPUS_VARIABLE, decide_processes, render_endpoint
-from prefect_torch_elastic.spec import CheckpointPolicy, Spec, parse_gpu
+from prefect_torch_elastic.spec import parse_gpu, restore_spec
 from prefect_torch_elastic.wire import (
     Channel,
     ChannelClosed,
@@ -59,9 +59,7 @@ class Gang:
 
     def __init__(self, order: RunGang, nodes: Nodes, tell: Callable[[Message], None]) -> None:
         self.ended: GangEnded | None = None
-        self._spec = spec = Spec(
-            **{**order.fields, "checkpoint": CheckpointPolicy(**order.fields["checkpoint"])}
-        )
+        self._spec = spec = restore_spec(order.fields)
         self.grace_seconds = spec.grace_seconds
         self._nodes, self._tell = nodes, tell
         self._lease = GpuLease()
@@ -261,7 +259,10 @@ class Gang:
             self._previous = diagnosis
         if action is Action.RESTART:
             self._tell(
-                Notice(level=logging.WARNING, text=f"{diagnosis.summary} The ranks start again: {decision_reason}.")
+                Notice(
+                    level=logging.WARNING,
+                    text=f"{diagnosis.summary} The ranks start again: {decision_reason}.",
+                )
             )
             self._announce(Verdict(round=number, action="restart", restart_count=self._restarts))
         else:
@@ -270,9 +271,7 @@ class Gang:
 
     def _node_was_lost_in(self, number: int) -> bool:
         """Whether a rank of this round was on a node that has died since: then the others are victims."""
-        world = next(
-            (started.world_size for started in self._started.values() if started.round == number), 0
-        )
+        world = next((started.world_size for started in self._started.values() if started.round == number), 0)
         here = sum(len(started.ranks) for started in self._started.values() if started.round == number)
         return 0 < here < world
 

@@ -8,6 +8,7 @@ If the driver goes away, its launcher ends the gang and itself.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -15,9 +16,7 @@ import socket
 import sys
 
 from prefect_torch_elastic.errors import ElasticError
-from prefect_torch_elastic.node import agent as _preloaded_agent  # noqa: F401  (before the seed is forked)
 from prefect_torch_elastic.node import processes
-from prefect_torch_elastic.node import rank as _preloaded_rank  # noqa: F401
 from prefect_torch_elastic.node.forkserver import ForkServer
 from prefect_torch_elastic.node.gang import Gang, refuse_gang
 from prefect_torch_elastic.node.nodes import Nodes
@@ -25,6 +24,13 @@ from prefect_torch_elastic.wire import Channel, ChannelClosed, Quit, RunGang, St
 
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
+# What every process of a gang needs, imported once before the first fork.
+_PRELOADED = (
+    "cloudpickle",
+    "torch.distributed",
+    "prefect_torch_elastic.node.agent",
+    "prefect_torch_elastic.node.rank",
+)
 
 
 def run_launcher(connection: socket.socket, log: str) -> None:
@@ -32,8 +38,8 @@ def run_launcher(connection: socket.socket, log: str) -> None:
     _redirect(log)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the driver gets them too, and says what to do
-    import cloudpickle as _cloudpickle  # noqa: F401  (ranks need it)
-
+    for module in _PRELOADED:
+        importlib.import_module(module)
     processes.adopt_orphans()
     nodes = Nodes(ForkServer.fork_from_here(), log)  # before anything here starts a thread
     launcher = _Launcher(Channel(connection), nodes)
@@ -90,8 +96,10 @@ class _Launcher:
             self._tell(gang.ended)
 
     def _read_driver(self, timeout_seconds: float) -> list[object]:
-        """Messages of the driver; its death shows as an end of the channel or, if a child of it holds the
-        channel open, as another parent."""
+        """Return the driver's messages.
+
+        Its death shows as the end of the channel or, if a child of it holds the channel open, as a new parent.
+        """
         if self._gone:
             return []
         try:

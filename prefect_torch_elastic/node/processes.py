@@ -1,4 +1,4 @@
-"""What Linux tells and does about processes: parents, groups, adoption, states, and the sweep of leftovers."""
+"""What Linux tells and does about processes: parents, groups, adoption, states, the sweep of leftovers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 MARK = "PTE_MARK"
-"""Environment variable that all descendants of a launcher carry, so that the last one standing can find them."""
+"""Environment variable that all descendants of a launcher carry, so that whoever is left can find them."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SELF = Path("/proc/self")
@@ -27,6 +27,7 @@ def die_with_parent() -> None:
 
 
 def count_threads() -> int:
+    """Return the number of threads of this process, those of native libraries included."""
     return len(list((_SELF / "task").iterdir()))
 
 

@@ -7,7 +7,6 @@ The same code runs in a process that was forked from a warm server and in a fres
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import faulthandler
 import inspect
@@ -16,14 +15,13 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_elastic import compat, context, parcel
+from prefect_torch_elastic import compat, context, parcel, pickles
 from prefect_torch_elastic.errors import NonRetryable, TransferError
 from prefect_torch_elastic.node import processes, ranklog
 from prefect_torch_elastic.rankstate import RankState
@@ -129,7 +127,7 @@ def _run(order: RankOrder, news: int) -> int:
         if os.environ["RANK"] == "0":
             _write_result(order, value)
         _tell(news, "returned")
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  (everything that a rank raises is told)
         if isinstance(error, SystemExit) and stage == "run" and error.code in (None, 0):
             return _run_ended_by_exit(order, news)
         _tell(news, "raised")
@@ -159,10 +157,8 @@ def _write_result(order: RankOrder, value: Any) -> None:
     try:
         parcel.write_parcel(Path(f"{order.prefix}.result"), value, key=bytes.fromhex(order.secret))
     except TransferError as error:
-        kind = type(value)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise TransferError(
-            f"rank 0 returned a value (`{name}`) that cannot be sent to the flow: {error}. "
+            f"rank 0 returned a value (`{pickles.type_name(value)}`) that cannot be sent to the flow: {error}. "
             "Return a path or plain data."
         ) from error
 
@@ -170,11 +166,11 @@ def _write_result(order: RankOrder, value: Any) -> None:
 def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
     text = _render_traceback(error)
     sys.stdout.flush()
-    print(text, file=sys.stderr)
+    sys.stderr.write(text)
     path = f"{order.prefix}.error"
     try:
         parcel.write_parcel(Path(path), error, key=bytes.fromhex(order.secret))
-    except Exception:  # an exception that holds a lock or a socket: its text travels, it does not
+    except Exception:  # noqa: BLE001  (it holds a lock or a socket: its text travels, it does not)
         path = ""
     record = ErrorRecord(
         stage=stage,
@@ -232,9 +228,8 @@ def _finish() -> None:
     The interpreter itself is left by `os._exit`: C++ destructors of a process group hang after a fork.
     """
     try:
-        threading._shutdown()
-        atexit._run_exitfuncs()
-    except BaseException:
+        compat.run_exit_handlers()
+    except BaseException:  # noqa: BLE001  (the result is out already; the log has the reason)
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):

@@ -66,7 +66,7 @@ class RankProcess:
     def start_cold(self, child: Child) -> int:
         """Start the rank in a fresh interpreter and return its pid."""
         command = [sys.executable, "-m", "prefect_torch_elastic.node.rank", str(os.getpid())]
-        process = subprocess.Popen(  # noqa: S603  (our own module)
+        process = subprocess.Popen(
             [*command, json.dumps(child.spec), *map(str, child.fds)],
             pass_fds=child.fds,
             env=child.environment,

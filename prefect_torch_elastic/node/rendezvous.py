@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from prefect_torch_elastic import compat
+from prefect_torch_elastic.ranks import parse_endpoint
 
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 0.3
@@ -30,7 +31,7 @@ LOST_SECONDS = 2.0
 _NEVER = 10**6  # torch's own expiry by wall clock, in missed beats: off
 
 
-def start_store(address: str = LOOPBACK) -> dist.TCPStore:
+def start_store(address: str = LOOPBACK) -> TCPStore:
     """Return a new store that listens on a free port of `address` only.
 
     Given a port, TCPStore listens on all interfaces; given a socket, on that socket. Binding it here also
@@ -39,7 +40,7 @@ def start_store(address: str = LOOPBACK) -> dist.TCPStore:
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen(2048)
-    return dist.TCPStore(
+    return TCPStore(
         address,
         listener.getsockname()[1],
         is_master=True,
@@ -49,12 +50,18 @@ def start_store(address: str = LOOPBACK) -> dist.TCPStore:
     )
 
 
+def connect_store(endpoint: str) -> TCPStore:
+    """Return a client of the store at `host:port`."""
+    host, port = parse_endpoint(endpoint)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
 class LoneRendezvous(RendezvousHandler):
     """A gang of one node: nobody to wait for. Each round gets a store of its own, so no key is stale."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self.round = 0
 
     def get_backend(self) -> str:
@@ -68,7 +75,7 @@ class LoneRendezvous(RendezvousHandler):
         self.round += 1
         self._store = start_store()
         info = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(dist.PrefixStore("agent", self._store), 0, 1, info)
+        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
 
     def is_closed(self) -> bool:
         return False
@@ -90,7 +97,7 @@ class LoneRendezvous(RendezvousHandler):
 class _WatchingBackend(C10dRendezvousBackend):
     """Purges nodes whose keep-alive value stands still, from each state that is read or written."""
 
-    def __init__(self, store: dist.Store, run_id: str, *, min_nodes: int, lost_seconds: float) -> None:
+    def __init__(self, store: Store, run_id: str, *, min_nodes: int, lost_seconds: float) -> None:
         super().__init__(store, run_id)
         self._min_nodes, self._lost_seconds = min_nodes, lost_seconds
         self._seen: dict[Any, tuple[Any, float]] = {}
@@ -161,12 +168,12 @@ class WatchingRendezvous(DynamicRendezvousHandler):
             or len(state.participants) < self._world_size
         )
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return start_store(master_addr)
 
 
 def join_rendezvous(
-    store: dist.Store,
+    store: Store,
     run_id: str,
     *,
     min_nodes: int,

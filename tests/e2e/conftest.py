@@ -1,0 +1,131 @@
+"""What the end-to-end tests share: a flow that stays open, so that only its first gang pays for a cold start."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+from tests.leftovers import describe, kill, our_files, our_processes
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import Log, State
+
+T = TypeVar("T")
+
+SETTLE_SECONDS = 10.0
+
+
+class LiveFlow:
+    """A flow run that does what tests ask it to, one job after the other, in a thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._run,), name="live-flow"
+        )
+        self._thread.start()
+
+    def __call__(self, job: Callable[[], T]) -> T:
+        """Run `job` inside the flow run and return its value, or raise its error."""
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future.result()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        from prefect import flow
+
+        @flow(name="live")
+        def live() -> None:
+            while (entry := self._jobs.get()) is not None:
+                job, future = entry
+                try:
+                    future.set_result(job())
+                except BaseException as error:  # noqa: BLE001  (it belongs to the test that asked)
+                    future.set_exception(error)
+
+        live()
+
+
+@pytest.fixture(scope="module")
+def in_flow(prefect_server: str) -> Iterator[LiveFlow]:
+    """`in_flow(job)` runs a callable in a flow run that all tests of the file share.
+
+    The file fails if a process or a file of ours is left when the flow run is over.
+    """
+    processes, files = our_processes(), our_files()
+    flow = LiveFlow()
+    yield flow
+    flow.close()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        left = {key: process for key, process in our_processes().items() if key not in processes}
+        left_files = sorted(our_files() - files)
+        if (not left and not left_files) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    lines = [f"process {process.pid}: {describe(process)}" for process in left.values()] + left_files
+    for process in left.values():
+        kill(process)
+    assert not lines, "Left after the flow:\n" + "\n".join(lines)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """The file that `note` writes to."""
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def note(notes: Path) -> Callable[..., None]:
+    """`note(text)` adds a line to `notes`. It is a closure: it travels to ranks by value."""
+
+    def note(text: object = "") -> None:
+        with notes.open("a") as file:
+            file.write(f"{text}\n")
+
+    return note
+
+
+@pytest.fixture
+def read_logs(prefect_server: str) -> Callable[..., list[Log]]:
+    """`read_logs(state)` returns all log lines of a task run that the API has."""
+    return fetch_logs
+
+
+def fetch_logs(state: State[Any], *, has: str = "", timeout_seconds: float = 20.0) -> list[Log]:
+    """Return the lines of the state's task run in order, once one of them contains `has`.
+
+    Prefect sends lines in batches, so the last ones are seconds late.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId
+    from prefect.client.schemas.sorting import LogSort
+    from prefect.logging.handlers import APILogWorker
+
+    task_run_id = state.state_details.task_run_id
+    assert task_run_id is not None
+    chosen = LogFilter(task_run_id=LogFilterTaskRunId(any_=[task_run_id]))
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        APILogWorker.drain_all(timeout=5)
+        lines: list[Log] = []
+        with get_client(sync_client=True) as client:
+            while page := client.read_logs(
+                log_filter=chosen, limit=200, offset=len(lines), sort=LogSort.TIMESTAMP_ASC
+            ):
+                lines += page
+        if any(has in line.message for line in lines) or time.monotonic() > deadline:
+            return lines
+        time.sleep(0.2)
