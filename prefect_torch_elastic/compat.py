@@ -56,6 +56,11 @@ def task_cancel_requested(task_runner: Any, task_run_id: Any) -> bool:
     return event is not None and bool(event.is_set())
 
 
+def flow_has_ended(context: Any) -> bool:
+    """Whether the flow run of a context that was entered is over; the object itself may live on."""
+    return context._token is None
+
+
 def keep_task_source(launch: Any, function: Any) -> None:
     """Let Prefect derive task keys and input hashes from the user's function, not from our wrapper."""
     launch.__prefect_task_source__ = function

@@ -36,6 +36,7 @@ from prefect_torch_elastic.wire import (
 
 IDLE_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
+_KEEP_SECONDS = 0.5
 _QUIT_SECONDS = 5.0
 _STOP_MARGIN_SECONDS = 12.0  # launcher and agents kill what is left 8 s after the grace
 
@@ -75,14 +76,30 @@ class Launcher:
         processes.kill_marked(self.mark)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Idle:
+    """A launcher that waits, for whom, and until when at most."""
+
+    launcher: Launcher
+    owner: weakref.ref[Any]
+    until: float
+
+    def is_over(self) -> bool:
+        owner = self.owner()
+        return owner is None or compat.flow_has_ended(owner) or time.monotonic() >= self.until
+
+
 class LauncherPool:
-    """Launchers that wait for the next gang of their flow run."""
+    """Launchers that wait for the next gang of their flow run.
+
+    Nothing tells us that a flow run has ended (its context may sit in a reference cycle for long), so a thread
+    looks, as long as there is a launcher that waits.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[tuple[Launcher, float]] = []
-        self._owners: set[int] = set()
-        self._timer: threading.Timer | None = None
+        self._idle: list[_Idle] = []
+        self._keeper: threading.Thread | None = None
 
     def acquire(self, environment: Mapping[str, str], *, owner: object | None, log: Path) -> Launcher:
         """Return a launcher whose processes have exactly this environment: a warm one, or a new one.
@@ -92,10 +109,10 @@ class LauncherPool:
         key = (id(owner), sys.executable, tuple(sorted(environment.items())))
         with self._lock:
             for entry in list(self._idle):
-                if entry[0].key == key:
+                if entry.launcher.key == key and entry.owner() is owner:
                     self._idle.remove(entry)
-                    if entry[0].alive:
-                        return entry[0]
+                    if entry.launcher.alive:
+                        return entry.launcher
         return start_launcher(environment, key=key, log=log)
 
     def release(self, launcher: Launcher, *, owner: object | None) -> None:
@@ -103,45 +120,34 @@ class LauncherPool:
         if owner is None or not launcher.alive:
             launcher.close()
             return
+        until = time.monotonic() + IDLE_SECONDS
         with self._lock:
-            self._idle.append((launcher, time.monotonic() + IDLE_SECONDS))
-            if id(owner) not in self._owners:
-                self._owners.add(id(owner))
-                weakref.finalize(owner, self._close_owner, id(owner))
-            self._schedule()
+            self._idle.append(_Idle(launcher=launcher, owner=weakref.ref(owner), until=until))
+            if self._keeper is None:
+                self._keeper = threading.Thread(
+                    target=self._keep, name="prefect-torch-elastic launchers", daemon=True
+                )
+                self._keeper.start()
 
     def close(self) -> None:
         """End all launchers that wait."""
         with self._lock:
             idle, self._idle = self._idle, []
-            if self._timer is not None:
-                self._timer.cancel()
-        for launcher, _ in idle:
-            launcher.close()
+        for entry in idle:
+            entry.launcher.close()
 
-    def _close_owner(self, owner: int) -> None:
-        self._close_where(lambda launcher, _: launcher.key[0] == owner)
-        self._owners.discard(owner)
-
-    def _close_idle(self) -> None:
-        self._close_where(lambda _, until: time.monotonic() >= until)
-        with self._lock:
-            self._timer = None
-            self._schedule()
-
-    def _close_where(self, matches: Callable[[Launcher, float], bool]) -> None:
-        with self._lock:
-            chosen = [entry for entry in self._idle if matches(*entry)]
-            self._idle = [entry for entry in self._idle if entry not in chosen]
-        for launcher, _ in chosen:
-            launcher.close()
-
-    def _schedule(self) -> None:
-        if self._timer is None and self._idle:
-            wait = max(0.1, min(until for _, until in self._idle) - time.monotonic())
-            self._timer = threading.Timer(wait, self._close_idle)
-            self._timer.daemon = True
-            self._timer.start()
+    def _keep(self) -> None:
+        while True:
+            time.sleep(_KEEP_SECONDS)
+            with self._lock:
+                over = [entry for entry in self._idle if entry.is_over()]
+                self._idle = [entry for entry in self._idle if entry not in over]
+                if not self._idle:
+                    self._keeper = None
+            for entry in over:
+                entry.launcher.close()
+            if self._keeper is not threading.current_thread():
+                return
 
 
 pool = LauncherPool()

@@ -7,12 +7,14 @@ import. Tensors and arrays are handed out as buffers (pickle protocol 5), which 
 from __future__ import annotations
 
 import io
+import marshal
 import os
 import pickle
 import pickletools
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, cast
 
 from prefect_torch_elastic.compat import untyped_storage
@@ -99,6 +101,8 @@ def _make_pickler(stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]
 
     class Pickler(base):
         def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is CodeType:  # cloudpickle drops the file name, and a traceback needs it
+                return marshal.loads, (marshal.dumps(obj),)
             torch = sys.modules.get("torch")
             if torch is not None:
                 if isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
@@ -107,7 +111,7 @@ def _make_pickler(stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]
                     return _storage_from, (pickle.PickleBuffer(_view(obj)),)
                 if type(obj) is torch.TypedStorage:
                     return _typed_storage_from, (untyped_storage(obj), obj.dtype)
-            return super().reducer_override(obj)
+            return base.reducer_override(self, obj)
 
     return Pickler(stream, protocol=5, buffer_callback=keep)
 
@@ -143,7 +147,8 @@ def _private_modules_by_value(value: object) -> Generator[None, None, None]:
     import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
     pickler: Any = cloudpickle
-    function: Any = cast("tuple[Any, ...]", value)[0] if isinstance(value, tuple) and value else value
+    items = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+    function: Any = items[0] if items else None
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or _is_importable(module.__name__):
         yield

@@ -6,20 +6,17 @@ hooks, `submit` and `map` stay Prefect's.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
-from prefect.cache_policies import DEFAULT, NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
 from prefect.tasks import MaterializingTask, Task
-from prefect.utilities.annotations import NotSet
 
 from prefect_torch_elastic import compat, context
 from prefect_torch_elastic.block import TorchElastic
+from prefect_torch_elastic.caching import choose_cache_policy, source_without_decorators
 from prefect_torch_elastic.errors import (
     ElasticError,
     GangFailed,
@@ -102,8 +99,8 @@ class ElasticTask(Task[P, R]):
         launch = _make_launch(fn)
         compat.keep_task_source(launch, fn)
         self.fn = cast("Callable[P, R]", launch)
-        self.source_code = _source_without_decorators(fn) or self.source_code
-        self.cache_policy = _choose_cache_policy(self)
+        self.source_code = source_without_decorators(fn) or self.source_code
+        self.cache_policy = choose_cache_policy(self)
         self.retry_condition_fn = _RetryCondition.around(self.retry_condition_fn)
 
     def with_options(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -247,8 +244,9 @@ class _Decorator:
                     f"`{task.name}` is an asset task (`@materialize`), which `@elastic_task` cannot wrap. "
                     "Materialize the asset in a task of its own, from the elastic task's result."
                 )
-            base = task.with_options(**self._task_options) if self._task_options else task
-            return ElasticTask.from_task(
+            options: dict[str, Any] = self._task_options
+            base = task.with_options(**options) if options else task
+            return ElasticTask[P, R].from_task(
                 base, infrastructure=self._infrastructure, fields=self._fields, run_key=self._run_key
             )
         _check_function(fn)
@@ -349,16 +347,6 @@ def _own_run(launch: Callable[..., Any]) -> TaskRunContext | None:
     return run
 
 
-def _source_without_decorators(fn: Callable[..., Any]) -> str | None:
-    """The code that a cached result depends on: editing the infrastructure in the decorator keeps it."""
-    try:
-        source = textwrap.dedent(inspect.getsource(fn))
-        definition = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return None
-    return "\n".join(source.splitlines()[definition.lineno - 1 :])
-
-
 def _load_block(name: str) -> TorchElastic:
     document = name.removeprefix("torch-elastic/")
     try:
@@ -368,59 +356,6 @@ def _load_block(name: str) -> TorchElastic:
             f"`infrastructure={name!r}`: there is no such block. Save one with "
             f'`TorchElastic(...).save("{document}")`, or pass the block itself.'
         ) from error
-
-
-def _choose_cache_policy(task: Task[Any, Any]) -> Any:
-    """No input caching unless somebody asks: hashing a model at each call costs more than it saves."""
-    policy: Any = task.cache_policy
-    if isinstance(policy, _NamedFailures) or policy is None or policy is NotSet or policy == NO_CACHE:
-        return policy
-    if policy is DEFAULT and compat.user_cache_policy(task) is NotSet:
-        return _NamedFailures.around(DEFAULT, quiet=True) if task.persist_result else NO_CACHE
-    return _NamedFailures.around(policy, quiet=False)
-
-
-class _NamedFailures(CachePolicy):
-    """A cache policy that names the argument it cannot hash, in one line, instead of a traceback."""
-
-    def __init__(self, policy: CachePolicy, *, quiet: bool) -> None:
-        super().__init__(
-            key_storage=policy.key_storage,
-            isolation_level=policy.isolation_level,
-            lock_manager=policy.lock_manager,
-        )
-        self.policy, self.quiet = policy, quiet
-
-    @classmethod
-    def around(cls, policy: CachePolicy, *, quiet: bool) -> _NamedFailures:
-        return cls(policy, quiet=quiet)
-
-    def compute_key(self, task_ctx: Any, inputs: Any, flow_parameters: Any, **kwargs: Any) -> str | None:
-        from prefect.exceptions import HashError
-
-        try:
-            return self.policy.compute_key(task_ctx, inputs, flow_parameters, **kwargs)
-        except (HashError, ValueError) as error:
-            if not self.quiet:
-                from prefect.logging import get_run_logger
-
-                get_run_logger().warning(_name_unhashable(inputs or {}, error))
-            return None
-
-
-def _name_unhashable(inputs: Mapping[str, Any], error: Exception) -> str:
-    from prefect.utilities.hashing import hash_objects
-
-    for name, value in inputs.items():
-        try:
-            hash_objects(value, raise_on_failure=True)
-        except Exception:  # noqa: BLE001  (this one is the culprit)
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            return (
-                f"argument `{name}` (`{kind}`) cannot be hashed, so this call is not cached. Pass a path or "
-                f"plain data, or leave it out with `cache_policy=INPUTS - {name!r}`."
-            )
-    return f"no cache key for this call, so it is not cached: {str(error).splitlines()[0]}"
 
 
 class _RetryCondition(Generic[P, R]):

@@ -118,7 +118,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksFailed:
-    """Agent to launcher: ranks of this node failed, and all are down; `ranks` are fields of `RankEvidence`."""
+    """Agent to launcher: ranks of this node failed and all are down; `ranks` are fields of `RankEvidence`."""
 
     node: int
     round: int
@@ -144,11 +144,15 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDone:
-    """Agent to launcher: this node's part in the gang is over, no rank of it is left."""
+    """Agent to launcher: this node's part in the gang is over, no rank of it is left.
+
+    `warm`: the agent can fork the next gang's ranks; `killed`: ranks that outstayed their grace.
+    """
 
     node: int
     problem: str = ""
     killed: list[int] = field(default_factory=list[int])
+    warm: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

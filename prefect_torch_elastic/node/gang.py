@@ -175,6 +175,8 @@ class Gang:
             case NodeDone():
                 self._busy.pop(node.index, None)
                 self._killed += message.killed
+                if not message.warm:
+                    self._nodes.retire(node)
                 if message.problem and self._outcome is None:
                     self._fail(self._diagnose_problem(node.index, message.problem))
             case _:

@@ -23,7 +23,6 @@ from prefect_torch_elastic.node.nodes import Nodes
 from prefect_torch_elastic.wire import Channel, ChannelClosed, Quit, RunGang, StopGang
 
 _LOOK_SECONDS = 1.0
-_END_SECONDS = 5.0
 # What every process of a gang needs, imported once before the first fork.
 _PRELOADED = (
     "cloudpickle",
@@ -47,7 +46,7 @@ def run_launcher(connection: socket.socket, log: str) -> None:
     try:
         launcher.serve()
     finally:
-        nodes.close(_END_SECONDS)
+        nodes.close()
         processes.kill_children(keep=set())
         if mark := os.environ.get(processes.MARK):
             processes.kill_marked(mark)
@@ -98,7 +97,7 @@ class _Launcher:
     def _read_driver(self, timeout_seconds: float) -> list[object]:
         """Return the driver's messages.
 
-        Its death shows as the end of the channel or, if a child of it holds the channel open, as a new parent.
+        Its death shows as the end of the channel or, if a child of it holds that open, as a new parent.
         """
         if self._gone:
             return []

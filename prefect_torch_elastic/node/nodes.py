@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import time
@@ -12,6 +13,8 @@ from prefect_torch_elastic.errors import ElasticError
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
 from prefect_torch_elastic.wire import Channel, ChannelClosed, Message, Quit
+
+QUIT_SECONDS = 5.0
 
 
 class Node:
@@ -86,21 +89,17 @@ class Nodes:
         processes.kill_children(keep={self._seed.pid, *(other.pid for other in self.living.values())})
         return code
 
-    def close(self, timeout_seconds: float) -> None:
-        """End all agents and the seed."""
-        for node in self.living.values():
+    def retire(self, *nodes: Node) -> None:
+        """End agents that wait for a gang."""
+        for node in nodes:
             node.send(Quit())
-        deadline = time.monotonic() + timeout_seconds
-        while self.living and time.monotonic() < deadline:
-            for node in list(self.living.values()):
-                if _has_ended(node.pid):
-                    self.bury(node)
-            time.sleep(0.005)
-        for node in list(self.living.values()):
+        deadline = time.monotonic() + QUIT_SECONDS
+        for node in nodes:
+            select.select([node.pidfd], [], [], max(0.0, deadline - time.monotonic()))
             node.signal(signal.SIGKILL)
             self.bury(node)
+
+    def close(self) -> None:
+        """End all agents and the seed."""
+        self.retire(*self.living.values())
         self._seed.close()
-
-
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -158,8 +158,8 @@ def _write_result(order: RankOrder, value: Any) -> None:
         parcel.write_parcel(Path(f"{order.prefix}.result"), value, key=bytes.fromhex(order.secret))
     except TransferError as error:
         raise TransferError(
-            f"rank 0 returned a value (`{pickles.type_name(value)}`) that cannot be sent to the flow: {error}. "
-            "Return a path or plain data."
+            f"rank 0 returned a value (`{pickles.type_name(value)}`) that cannot be sent to the flow: "
+            f"{error}. Return a path or plain data."
         ) from error
 
 

@@ -18,6 +18,7 @@ from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import Child
 from prefect_torch_elastic.node.tail import LogTail
 from prefect_torch_elastic.rankstate import RankState, StopReason
+from prefect_torch_elastic.wire import RankInfo
 
 _DUMP_SECONDS = 0.3
 
@@ -124,6 +125,16 @@ class RankProcess:
         if self.returned_at is None and self.failed_at is None:
             self.failed_at = time.monotonic()
         return True
+
+    def info(self) -> RankInfo:
+        """Return where the rank lives."""
+        return RankInfo(
+            rank=self.rank,
+            local_rank=self.local_rank,
+            node_rank=self.node_rank,
+            pid=self.pid,
+            log=str(self.tail.path),
+        )
 
     def forget(self) -> None:
         """Close everything of a rank that has ended."""

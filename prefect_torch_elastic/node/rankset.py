@@ -1,0 +1,215 @@
+"""The ranks of one node in one round: waited for together, dumped, ended, and reaped to the last orphan."""
+
+from __future__ import annotations
+
+import logging
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prefect_torch_elastic.diagnosis import RankEvidence
+from prefect_torch_elastic.node import memory, processes
+from prefect_torch_elastic.node.rankprocess import RankProcess, dump_stacks
+from prefect_torch_elastic.rankstate import StopReason
+from prefect_torch_elastic.wire import LogLines, Message, Notice, Progress
+
+TICK_SECONDS = 0.1
+PROGRESS_SECONDS = 1.0
+SETTLE_SECONDS = 0.1  # for victims to write their own error records
+RECORD_SECONDS = 2.0
+LEFTOVER_SECONDS = 5.0  # threads that still run after the function returned
+STOPPED_SECONDS = 5.0
+KILL_SECONDS = 5.0  # the kernel needs a moment to take a big process apart
+
+
+class RankSet:
+    """Ranks that started together.
+
+    Attributes:
+        ranks: The ranks; after `end` none of them lives.
+        killed: Ranks, over all rounds, that did not leave within their grace.
+    """
+
+    def __init__(
+        self, channel: Any, *, read_channel: Callable[[], None], tell: Callable[[Message], None]
+    ) -> None:
+        self.ranks: list[RankProcess] = []
+        self.killed: list[int] = []
+        self._read_channel, self._tell = read_channel, tell
+        self._channel_fd = channel.fileno()
+        self._watched: dict[int, RankProcess] = {}
+        self._poll = select.poll()
+        self._poll.register(channel, select.POLLIN)
+        self._ended = True
+        self._oom_kills: int | None = None
+        self._progress_at = 0.0
+        self._progress_seen: tuple[int | None, str] = (None, "")
+
+    # ------------------------------------------------------------ start
+
+    def add(self, rank: RankProcess) -> None:
+        """Take in a rank that is about to start."""
+        if self._ended:
+            self._oom_kills = memory.count_oom_kills()
+        self._ended = False
+        self.ranks.append(rank)
+
+    def watch(self) -> None:
+        """Listen to all ranks, which have been started."""
+        for rank in self.ranks:
+            for fd in (rank.pidfd, rank.news):
+                self._watched[fd] = rank
+                self._poll.register(fd, select.POLLIN)
+
+    def release(self) -> None:
+        """Close the files of ranks that have ended; what they wrote stays readable."""
+        for rank in self.ranks:
+            self._unwatch(rank.pidfd, rank.news)
+            rank.forget()
+        self.ranks = []
+
+    # ------------------------------------------------------------ watch
+
+    @property
+    def failed(self) -> list[RankProcess]:
+        """Ranks that raised, or ended before their function returned."""
+        return [rank for rank in self.ranks if rank.failed_at is not None and rank.returned_at is None]
+
+    @property
+    def all_returned(self) -> bool:
+        """Whether every function returned and every process has ended."""
+        return all(rank.returned_at is not None and not rank.alive for rank in self.ranks)
+
+    def pump(self, timeout_seconds: float) -> bool:
+        """Wait for one batch of events and take them in; True when a rank did something."""
+        news = False
+        for fd, _ in self._poll.poll(max(0.0, timeout_seconds) * 1000):
+            if fd == self._channel_fd:
+                self._read_channel()
+                continue
+            rank = self._watched.get(fd)
+            if rank is None:  # it ended earlier in this batch
+                continue
+            if fd == rank.pidfd:
+                if rank.reap():
+                    self._unwatch(rank.pidfd, rank.news)
+                    news = True
+            elif rank.read_news():
+                news = True
+            else:
+                self._unwatch(rank.news)
+        return news
+
+    def look_after(self) -> None:
+        """End ranks that hold up the gang: stopped ones, and returned ones that do not end."""
+        now = time.monotonic()
+        for rank in self.ranks:
+            if (seconds := rank.stopped_seconds()) > STOPPED_SECONDS:
+                rank.reason = f"was stopped (SIGSTOP or a debugger) for {seconds:.0f} s and held up the gang"
+                rank.failed_at = now
+                rank.kill()
+            if rank.alive and rank.returned_at is not None and now - rank.returned_at > LEFTOVER_SECONDS:
+                dump_stacks([rank])
+                text = (
+                    f"rank {rank.rank} returned but did not end within {LEFTOVER_SECONDS:.0f} s: a thread or "
+                    f"an exit handler still ran. It was ended; stacks: {rank.prefix}.stacks"
+                )
+                self._tell(Notice(level=logging.WARNING, text=text))
+                rank.kill()
+
+    def send_logs(self, *, last: bool = False) -> None:
+        """Send up the new lines of all logs, and what rank 0 reported."""
+        for rank in self.ranks:
+            if lines := rank.tail.finish() if last else rank.tail.read():
+                self._tell(LogLines(rank=rank.rank, lines=lines))
+            if rank.rank == 0:
+                self._send_progress(rank, last=last)
+
+    # ------------------------------------------------------------ end
+
+    def take_evidence(self) -> None:
+        """Let every rank write down what it knows, before any of them is asked to stop."""
+        self._wait_for_records()
+        failed = self.failed
+        dump_stacks([rank for rank in self.ranks if rank not in failed])
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and any(rank.alive for rank in self.ranks):
+            self.pump(left)
+        self._wait_for_records()
+
+    def evidence(self) -> list[RankEvidence]:
+        """Return what is known about each rank, after `end`."""
+        limit = memory.read_memory_limit()
+        return [
+            rank.evidence(oom_killed=self._was_oom_killed(rank), memory_limit_bytes=limit)
+            for rank in self.ranks
+        ]
+
+    def end(self, grace_seconds: Callable[[], float], *, reason: StopReason, keep: set[int]) -> None:
+        """Ask the living ranks to stop, wait, kill the rest and whatever they left; nothing remains.
+
+        Args:
+            grace_seconds: Asked again while waiting, because a later order may shorten the grace.
+            reason: What the ranks are told.
+            keep: Children of the agent that are no orphans: its fork servers.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        living = [rank for rank in self.ranks if rank.alive]
+        for rank in living:
+            rank.ask_to_stop(reason)
+        asked_at = time.monotonic()
+        while any(rank.alive for rank in living):
+            left = asked_at + grace_seconds() - time.monotonic()
+            if left <= 0:
+                break
+            self.pump(min(left, TICK_SECONDS))
+            self.send_logs()
+        late = [rank for rank in living if rank.alive]
+        dump_stacks(late)
+        self.killed += [rank.rank for rank in late]
+        for rank in self.ranks:
+            rank.kill()
+        deadline = time.monotonic() + KILL_SECONDS
+        while any(rank.alive for rank in self.ranks) and time.monotonic() < deadline:
+            self.pump(TICK_SECONDS)
+        processes.kill_children(keep=keep)
+        self.send_logs(last=True)
+
+    def _wait_for_records(self) -> None:
+        deadline = time.monotonic() + RECORD_SECONDS
+        while time.monotonic() < deadline:
+            if all(rank.recorded for rank in self.failed if rank.alive):
+                return
+            self.pump(0.05)
+
+    def _was_oom_killed(self, rank: RankProcess) -> bool | None:
+        if self._oom_kills is None or rank.code != -signal.SIGKILL:
+            return None
+        return (memory.count_oom_kills() or 0) > self._oom_kills
+
+    def _send_progress(self, rank: RankProcess, *, last: bool) -> None:
+        now = time.monotonic()
+        if not last and now - self._progress_at < PROGRESS_SECONDS:
+            return
+        progress = rank.state.read()
+        seen = (progress.step, progress.phase)
+        if progress.step is None or seen == self._progress_seen:
+            return
+        self._progress_at, self._progress_seen = now, seen
+        self._tell(
+            Progress(
+                step=progress.step,
+                total_steps=progress.total_steps,
+                metrics=progress.metrics,
+                phase=progress.phase,
+            )
+        )
+
+    def _unwatch(self, *fds: int) -> None:
+        for fd in fds:
+            if self._watched.pop(fd, None) is not None:
+                self._poll.unregister(fd)
