@@ -27,7 +27,8 @@ demo: .venv/.installed ## Train a small GPT with 2 ranks under a Prefect of its 
 	  PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=true \
 	  PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=120 \
 	  PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=1 \
-	  $(BIN)/python flows/pretrain.py
+	  $(BIN)/python flows/pretrain.py > .demo/report.txt
+	@cat .demo/report.txt # last of all, behind what Prefect logs when its server stops
 
 test: .venv/.installed-dev ## Run the tests that need no gang under a server (at most 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -q -m "not (e2e or chaos or soak or benchmark or gpu)"

@@ -108,6 +108,11 @@ _TIMEOUT = re.compile(r"timed out|timeout|watchdog", re.IGNORECASE)
 _COLLECTIVE = re.compile(
     r"gloo|nccl|collective|allreduce|all_reduce|barrier|store|recv|watchdog", re.IGNORECASE
 )
+# torch's words when /dev/shm is full, mostly about a data loader's worker
+_SHARED_MEMORY = re.compile(
+    r"out of shared memory\. Please|killed by signal: Bus error|file </torch_|shared memory object",
+    re.IGNORECASE,
+)
 _DEVICE_OOM = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _DISTRIBUTED_TYPES = {
     "RuntimeError",
@@ -239,10 +244,10 @@ def _is_victim(rank: RankEvidence) -> bool:
 
 
 def _is_collective_timeout(rank: RankEvidence) -> bool:
-    text = rank.exc_message
-    return (
-        rank.exc_type in _DISTRIBUTED_TYPES and bool(_TIMEOUT.search(text)) and bool(_COLLECTIVE.search(text))
-    )
+    if rank.exc_type not in _DISTRIBUTED_TYPES or not _TIMEOUT.search(rank.exc_message):
+        return False
+    # torch's own types need no further word; a RuntimeError may come from anywhere
+    return rank.exc_type.startswith("Dist") or bool(_COLLECTIVE.search(rank.exc_message))
 
 
 def _categorise(rank: RankEvidence) -> Category:
@@ -265,6 +270,8 @@ def _categorise(rank: RankEvidence) -> Category:
         return Category.DEVICE_OUT_OF_MEMORY
     if rank.exc_type == "MemoryError":
         return Category.HOST_OUT_OF_MEMORY
+    if _SHARED_MEMORY.search(rank.exc_message):
+        return Category.SHARED_MEMORY
     if _is_collective_timeout(rank):
         return Category.COLLECTIVE_TIMEOUT
     if _is_victim(rank):
@@ -289,10 +296,11 @@ def _summarise(rank: RankEvidence, category: Category, ranks: Sequence[RankEvide
     if len({other.node_rank for other in ranks}) > 1:
         who += f" (node {rank.node_rank})"
     at = f" at step {rank.step}" if rank.step is not None else ""
-    if rank.exc_type is not None and rank.stage == "result":
-        return f"{rank.exc_message}"
+    if rank.exc_type == "TransferError" and rank.stage == "result":
+        return rank.exc_message  # it names rank and type already, and reaches the user as it is
     if rank.exc_type is not None:
-        verb = "could not load the call" if rank.stage == "load" else f"failed{at}"
+        verbs = {"load": "could not load the call", "result": "could not hand back its result"}
+        verb = verbs.get(rank.stage, f"failed{at}")
         first = rank.exc_message.strip().splitlines()[0] if rank.exc_message.strip() else ""
         return f"{who} {verb}: {rank.exc_type}{': ' if first else ''}{first}"
     if category is Category.STOPPED_RESPONDING:

@@ -225,7 +225,7 @@ def _write_call(call: _Call, folder: AttemptFolder, secret: bytes) -> list[str]:
 def _conclude(call: _Call, ended: GangEnded, secret: bytes) -> Any:
     match ended.status:
         case "succeeded":
-            return parcel.read_parcel(Path(ended.result), key=secret)
+            return _read_result(Path(ended.result), secret)
         case "timed out":
             raise GangTimedOut(
                 f"the gang ran longer than `run_timeout_seconds={call.spec.run_timeout_seconds:g}` and was "
@@ -233,6 +233,18 @@ def _conclude(call: _Call, ended: GangEnded, secret: bytes) -> Any:
             )
         case _:
             raise GangCancelled
+
+
+def _read_result(path: Path, secret: bytes) -> Any:
+    try:
+        return parcel.read_parcel(path, key=secret)
+    except TransferError:
+        raise
+    except Exception as error:  # any error: loading runs code of the user's classes
+        raise TransferError(
+            f"the result of rank 0 cannot be loaded in the flow: {type(error).__name__}: {error}. "
+            "Install here what it needs, or return a path or plain data."
+        ) from error
 
 
 def _failure(ended: GangEnded, secret: bytes) -> Exception:
@@ -273,12 +285,11 @@ class _Listener:
     def _say_started(self, message: RanksStarted) -> None:
         if message.note:
             self._log.warning("%s", message.note)
-        nodes, ranks = self._call.spec.nnodes, len(message.ranks)
         how = "warm" if message.warm else "cold"
         self._log.info(
             "Node %s: %s of %s ranks started (%s). Pids %s.",
             message.node,
-            ranks,
+            len(message.ranks),
             message.world_size,
             how,
             ", ".join(str(rank.pid) for rank in message.ranks),
@@ -286,12 +297,14 @@ class _Listener:
         if self._said_where:
             return
         self._said_where = True
-        self._log.info("Gang of %s node(s); the full logs of all ranks are in %s", nodes, self._folder.path)
-        if any(rank for rank in message.ranks) and _uses_gpus():
+        self._log.info("The full logs of all ranks are in %s", self._folder.path)
+        if _uses_gpus():
             self._log.info(render_worst_case_wait(self._call.spec))
 
     def _say_progress(self, message: Progress) -> None:
         now = time.monotonic()
+        if message.step == self._last[1]:
+            return
         finished = message.total_steps is not None and message.step >= message.total_steps
         if now - self._progress_at < PROGRESS_SECONDS and not finished:
             return

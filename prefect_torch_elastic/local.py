@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefect_torch_elastic import compat
 from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.wire import (
@@ -76,7 +77,7 @@ class Launcher:
         processes.kill_marked(self.mark)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Idle:
     """A launcher that waits, for whom, and until when at most."""
 
@@ -92,8 +93,8 @@ class _Idle:
 class LauncherPool:
     """Launchers that wait for the next gang of their flow run.
 
-    Nothing tells us that a flow run has ended (its context may sit in a reference cycle for long), so a thread
-    looks, as long as there is a launcher that waits.
+    Nothing tells us that a flow run has ended (its context may sit in a reference cycle for long), so a
+    thread looks, as long as there is a launcher that waits.
     """
 
     def __init__(self) -> None:
@@ -162,7 +163,8 @@ def start_launcher(environment: Mapping[str, str], *, key: tuple[Any, ...], log:
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*command, "--channel", str(theirs.fileno()), "--log", str(log)],
-            env={**environment, processes.MARK: mark},
+            # OpenBLAS starts its threads when numpy is imported, and a process with threads cannot be forked
+            env={**environment, "OPENBLAS_NUM_THREADS": "1", processes.MARK: mark},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,8 +1,8 @@
 """How a call and its result travel: one signed file, written once and mapped by all ranks that read it.
 
-Layout: magic, HMAC-SHA256 over the rest, then `(offset, length)` of the pickle and of each buffer, then the
-bytes, each part 64-byte aligned. A reader maps the file copy-on-write, so eight ranks that get a 1 GB tensor
-share one gigabyte of page cache until they write to it.
+Layout: magic, HMAC-SHA256 over all that follows except the padding, then `(offset, length)` of the pickle and
+of each buffer, then the bytes, each part 64-byte aligned. A reader maps the file copy-on-write, so eight ranks
+that get a 1 GB tensor share one gigabyte of page cache until they write to it.
 """
 
 from __future__ import annotations
@@ -58,16 +58,11 @@ def verify_parcel(path: Path, *, key: bytes) -> None:
     Raises:
         TransferError: If it is not.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        mac, table, parts = _parse(view, path)
-        check = hmac.new(key, table, hashlib.sha256)
-        for part in parts:
-            check.update(part)
-        genuine = hmac.compare_digest(mac, check.digest())
-        for part in [*parts, table, view]:
-            part.release()
-    if not genuine:
+    mac, table, parts = _parse(_map(path, mmap.ACCESS_READ), path)
+    check = hmac.new(key, table, hashlib.sha256)
+    for part in parts:
+        check.update(part)
+    if not hmac.compare_digest(mac, check.digest()):
         raise TransferError(
             f"`{path}` was not written by this run, or it is damaged: its signature does not match. "
             "It was not loaded. Run the task again; if it repeats, check who else writes to this folder."
@@ -86,9 +81,7 @@ def read_parcel(path: Path, *, key: bytes | None) -> Any:
     """
     if key is not None:
         verify_parcel(path, key=key)
-    with path.open("rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    _, _, parts = _parse(view, path)
+    _, _, parts = _parse(_map(path, mmap.ACCESS_COPY), path)
     return pickles.load(parts[0], parts[1:])
 
 
@@ -115,6 +108,14 @@ def _write(path: Path, head: bytes, buffers: Sequence[pickle.PickleBuffer], *, k
     finally:
         temporary.unlink(missing_ok=True)
     return size
+
+
+def _map(path: Path, access: int) -> memoryview:
+    """Map the file; the mapping lives as long as a view of it."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise TransferError(f"`{path}` cannot be read: it is empty. It was not loaded.")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=access))
 
 
 def _parse(view: memoryview, path: Path) -> tuple[bytes, memoryview, list[memoryview]]:

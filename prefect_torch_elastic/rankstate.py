@@ -23,6 +23,7 @@ _STOP_AT = 0
 _STATE_AT = 8
 _TEXT_AT = _STATE_AT + _STATE.size
 _UNKNOWN = -1
+_PHASE_CHARACTERS = 100
 
 
 class StopReason(IntEnum):
@@ -98,7 +99,7 @@ class RankState:
     def _write(self) -> None:
         text = json.dumps([self._phase, self._metrics], default=_plain).encode()
         if len(text) > _SIZE - _TEXT_AT:
-            text = json.dumps([self._phase, {}]).encode()
+            text = json.dumps([self._phase[:_PHASE_CHARACTERS], {}]).encode()
         _STATE.pack_into(
             self._page, _STATE_AT, self._sequence + 1, self._step, self._total, time.monotonic(), 0
         )

@@ -41,8 +41,9 @@ class AttemptFolder:
         return self.path / "launcher.log"
 
     def tidy(self) -> None:
-        """Remove what nobody needs after the attempt: parcels, and files that nothing was written to."""
-        for parcel in [self.call, *self.path.glob("node-*/*.result"), *self.path.glob("node-*/*.error")]:
+        """Remove what nobody needs after the attempt: parcels, also half-written ones, and empty reports."""
+        patterns = ("call", "call.*.tmp", "node-*/*.result", "node-*/*.error", "node-*/*.tmp")
+        for parcel in [file for pattern in patterns for file in self.path.glob(pattern)]:
             parcel.unlink(missing_ok=True)
         for file in [self.launcher_log, *self.path.glob("node-*/*.stacks")]:
             with suppress(OSError):

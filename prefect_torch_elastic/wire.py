@@ -249,11 +249,20 @@ class Channel:
     def receive(self, timeout_seconds: float) -> Iterator[Message]:
         """Yield the messages that are there, after waiting at most `timeout_seconds` for the first one.
 
+        Messages that a reader left, or that came together with one that is still being handled, come first.
+
         Raises:
             ChannelClosed: If the other side is gone and every message was yielded.
         """
-        if not self._wait(timeout_seconds):
-            return
+        message = self._take()
+        if message is None and self._wait(timeout_seconds):
+            self._read()
+            message = self._take()
+        while message is not None:
+            yield message
+            message = self._take()
+
+    def _read(self) -> None:
         try:
             data = self.socket.recv(1 << 20)
         except OSError as error:
@@ -261,13 +270,17 @@ class Channel:
         if not data:
             raise ChannelClosed
         self._pending += data
-        while len(self._pending) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending)
-            if len(self._pending) < _LENGTH.size + length:
-                return
-            body = bytes(self._pending[_LENGTH.size : _LENGTH.size + length])
-            del self._pending[: _LENGTH.size + length]
-            yield parse_message(body)
+
+    def _take(self) -> Message | None:
+        """Return the next message that is here as a whole."""
+        if len(self._pending) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._pending)
+        if len(self._pending) < _LENGTH.size + length:
+            return None
+        body = bytes(self._pending[_LENGTH.size : _LENGTH.size + length])
+        del self._pending[: _LENGTH.size + length]
+        return parse_message(body)
 
     def _wait(self, timeout_seconds: float) -> bool:
         # poll, not select: a training process may well have more than 1024 open files
@@ -302,7 +315,9 @@ def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int
     """
     try:
         head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MAX_FDS)
-        head += _read(connection, _LENGTH.size - len(head), first=not head)
+        if not head:
+            raise ChannelClosed
+        head += _read(connection, _LENGTH.size - len(head))
         return json.loads(_read(connection, _LENGTH.unpack(head)[0])), list(fds)
     except OSError as error:
         raise ChannelClosed from error
@@ -320,10 +335,10 @@ def wait_readable(connection: socket.socket, deadline: float) -> None:
         raise TimeoutError
 
 
-def _read(connection: socket.socket, count: int, *, first: bool = False) -> bytes:
+def _read(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        piece = b"" if first else connection.recv(count - len(data))
+        piece = connection.recv(count - len(data))
         if not piece:
             raise ChannelClosed
         data += piece

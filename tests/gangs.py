@@ -169,7 +169,11 @@ class Driver:
         return self.submit(text).wait(timeout_seconds)
 
     def tail(self) -> str:
-        return f"stdout:\n{self.script.stdout[-3000:]}\nstderr:\n{self.script.stderr[-6000:]}"
+        """Return the last words of the driver and of the newest gang's launcher and agents."""
+        logs = Path(os.environ["PREFECT_HOME"]).glob("torch-elastic/*/attempts/*/launcher.log")
+        newest = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+        said = newest.read_text(errors="replace")[-4000:] if newest else ""
+        return f"stderr:\n{self.script.stderr[-6000:]}\n{newest}:\n{said}"
 
 
 @contextmanager
@@ -198,7 +202,10 @@ def find_gang(ranks: Iterable[int]) -> GangProcesses:
         ranks=ranks,
         agents=agents,
         servers=[
-            child.pid for agent in agents for child in psutil.Process(agent).children() if child.pid not in ranks
+            child.pid
+            for agent in agents
+            for child in psutil.Process(agent).children()
+            if child.pid not in ranks
         ],
         launcher=psutil.Process(agents[0]).ppid(),
     )

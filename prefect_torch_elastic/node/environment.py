@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_torch_elastic import context
+from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.rank import RankOrder
 from prefect_torch_elastic.spec import Spec
 from prefect_torch_elastic.wire import RunGang
@@ -69,6 +71,7 @@ def build_rank_environment(
         context.PREEMPTION_COUNT: 0,
         context.FLOW_RUN_ID: order.flow_run_id,
         context.TASK_RUN_ID: order.task_run_id,
+        processes.MARK: os.environ.get(processes.MARK, ""),  # for what the rank starts
     }
     environment = _tracker_variables(order, worker.global_rank) | environment | _nccl_variables(spec)
     if order.devices is not None:

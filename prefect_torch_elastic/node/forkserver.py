@@ -26,6 +26,8 @@ from prefect_torch_elastic.wire import ChannelClosed, receive_request, send_requ
 
 _REPLY_SECONDS = 60.0
 _PRELOAD_SECONDS = 300.0
+_CLOSE_SECONDS = 2.0
+_CHILDREN_AT_ONCE = 64  # their open files travel in one message, and Linux takes at most 253 of those
 
 Target = Callable[[dict[str, Any], list[int]], int]
 
@@ -122,17 +124,25 @@ class ForkServer:
         Raises:
             ServerLost: If the server is gone or does not answer in time.
         """
-        fds = [fd for child in children for fd in child.fds]
-        requests = [{**child.__dict__, "fds": len(child.fds)} for child in children]
-        return self._ask({"op": "fork", "children": requests}, _REPLY_SECONDS, fds)["pids"]
+        pids: list[int] = []
+        for start in range(0, len(children), _CHILDREN_AT_ONCE):
+            some = children[start : start + _CHILDREN_AT_ONCE]
+            fds = [fd for child in some for fd in child.fds]
+            requests = [{**child.__dict__, "fds": len(child.fds)} for child in some]
+            try:
+                pids += self._ask({"op": "fork", "children": requests}, _REPLY_SECONDS, fds)["pids"]
+            except ServerLost:
+                for pid in pids:  # all or none: the caller starts all of them in another way
+                    processes.kill_group(pid)
+                raise
+        return pids
 
     def close(self) -> None:
         """End the server; what it forked goes on."""
         with contextlib.suppress(OSError, ChannelClosed):
             send_request(self._socket, {"op": "quit"})
         self._socket.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        processes.reap(self.pid, timeout_seconds=_CLOSE_SECONDS)
 
     def _ask(
         self, request: dict[str, Any], timeout_seconds: float, fds: Sequence[int] = ()
@@ -182,7 +192,8 @@ def _serve(connection: socket.socket, owner: int) -> NoReturn:
         for group in groups:
             processes.kill_group(group)
         mark = os.environ.get(processes.MARK)
-        if mark and os.getppid() != owner:  # the owner died: nobody else looks after its descendants
+        # a dead agent's descendants go to the launcher, which ends them; a dead launcher's to nobody
+        if mark and not processes.is_marked(os.getppid(), mark):
             processes.kill_marked(mark)
         os._exit(code)
 

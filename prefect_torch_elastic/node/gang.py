@@ -25,6 +25,7 @@ from prefect_torch_elastic.diagnosis import (
     render_exit,
 )
 from prefect_torch_elastic.node.devices import GpuLease, list_visible_gpus
+from prefect_torch_elastic.node.environment import with_thread_limit
 from prefect_torch_elastic.node.nodes import Node, Nodes
 from prefect_torch_elastic.node.rendezvous import LOOPBACK, start_store
 from prefect_torch_elastic.ranks import ALLOW_SHARED_GPUS_VARIABLE, decide_processes, render_endpoint
@@ -142,7 +143,8 @@ class Gang:
         else:
             held = visible
         devices = held if held or without_gpus else None
-        return replace(order, nproc=nproc, devices=devices)
+        environment = with_thread_limit(environment, nproc=nproc)
+        return replace(order, nproc=nproc, devices=devices, environment=environment)
 
     def _start_node(self, index: int) -> None:
         node = self._nodes.provide(index)

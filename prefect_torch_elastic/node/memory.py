@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT_V1 = 1 << 60  # cgroup v1 writes a page-rounded 2**63 for "no limit"
 
 
@@ -41,18 +43,21 @@ def read_memory_limit() -> int | None:
     return min(limits, default=None)
 
 
-def _folders(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[Path, int]]:
-    # In a pod the path is "/" and the root is the pod's own group; on a host the path must be appended.
+def _folders() -> Iterator[tuple[Path, int]]:
+    # Own group first, then those around it. In a pod the path is "/", and the root is the pod's own group.
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            for base in (root, root / "unified"):
-                yield base / path.lstrip("/"), 2
-                yield base, 2
+            for base in (_ROOT, _ROOT / "unified"):
+                yield from ((folder, 2) for folder in _list_upwards(base, path))
         elif "memory" in controllers.split(","):
-            yield root / "memory" / path.lstrip("/"), 1
-            yield root / "memory", 1
+            yield from ((folder, 1) for folder in _list_upwards(_ROOT / "memory", path))
+
+
+def _list_upwards(base: Path, path: str) -> list[Path]:
+    folder = base / path.lstrip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -69,6 +70,22 @@ def kill_group(leader: int, number: int = signal.SIGKILL) -> bool:
     return True
 
 
+def reap(child: int, *, timeout_seconds: float) -> None:
+    """Wait for a child that was asked to end, and kill it (it may be stopped) when it does not."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return
+        pidfd = os.pidfd_open(child)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if not poll.poll(timeout_seconds * 1000):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        finally:
+            os.close(pidfd)
+
+
 def kill_children(*, keep: set[int]) -> list[int]:
     """SIGKILL and reap every child that is not in `keep`, until there is none; return their pids.
 
@@ -90,16 +107,24 @@ def kill_children(*, keep: set[int]) -> list[int]:
 
 def kill_marked(mark: str) -> list[int]:
     """SIGKILL every process whose first environment carries `mark`: forked or exec'ed, `setsid` or not."""
-    needle = f"{MARK}={mark}".encode()
     killed: list[int] = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):
-            if needle in (entry / "environ").read_bytes().split(b"\0"):
+        if is_marked(int(entry.name), mark):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
                 killed.append(int(entry.name))
     return killed
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Whether a process's first environment carries `mark`; False when it is gone or a zombie."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"{MARK}={mark}".encode() in environment.split(b"\0")
 
 
 def close_all_but(*keep: int) -> None:

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 _FORMAT = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(name)s - %(message)s"
 _LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \| (?P<level>[A-Z]+) *\| (?P<text>.*)$", re.DOTALL)
-_NATIVE = re.compile(r"^\[(rank\d+\]:)?\[?(?P<level>[IWEF])\d{4} ")  # glog, as in torch's C++ warnings
+# glog, as torch's C++ and Python loggers write it: `[W1129 18:31:00.1 …]`, `[rank0]:[W1129 …`, `W1129 18:31…`
+_NATIVE = re.compile(r"^(\[rank\d+\]:)?\[?(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d")
 _NATIVE_LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 _CONTINUED = "    | "
 _PREFECT_LOGGERS = "prefect.logging.loggers"

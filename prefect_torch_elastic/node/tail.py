@@ -20,12 +20,12 @@ _BACKLOG_BYTES = 4 << 20
 
 
 class LogTail:
-    """Reads one rank's log; `level` is the least level that goes up."""
+    """Reads one rank's log from `start`, where this round begins; `level` is the least level that goes up."""
 
     def __init__(self, path: Path, *, level: int, start: int = 0) -> None:
         self.path = path
         self._level = level
-        self._offset = start
+        self._start = self._offset = start
         self._partial = b""
         self._previous = logging.INFO
         self._tokens, self._filled_at = float(BURST_LINES), time.monotonic()
@@ -53,27 +53,24 @@ class LogTail:
     def finish(self) -> list[tuple[int, str]]:
         """Return what is left, a last line without an end included, and say what was cut."""
         found: list[tuple[int, str]] = []
-        while more := self._read_all():
-            found += more
+        before = -1
+        while self._offset != before:
+            before = self._offset
+            found += self.read()
         if self._partial:
             found += self._select([self._partial.decode(errors="replace")])
             self._partial = b""
         return [*found, *self._render_cut()]
 
     def last_lines(self) -> list[str]:
-        """Return the end of the log, for a failure report."""
+        """Return the end of this round's log, for a failure report."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - LAST_LINES * 200))
+                file.seek(max(self._start, file.seek(0, 2) - LAST_LINES * 200))
                 text = file.read().decode(errors="replace")
         except OSError:
             return []
         return [line[:LINE_CHARACTERS] for line in text.splitlines()[-LAST_LINES:]]
-
-    def _read_all(self) -> list[tuple[int, str]]:
-        before = self._offset
-        lines = self.read()
-        return lines if self._offset != before else []
 
     def _select(self, lines: list[str]) -> list[tuple[int, str]]:
         now = time.monotonic()
@@ -89,9 +86,11 @@ class LogTail:
                 self._cut_lines += 1
                 continue
             self._tokens -= 1
-            chosen.append((level, text[:LINE_CHARACTERS]))
-        if chosen and self._tokens >= 1:
-            chosen += self._render_cut()
+            if (more := len(text) - LINE_CHARACTERS) > 0:
+                text = f"{text[:LINE_CHARACTERS]}… ({more} more characters)"
+            chosen.append((level, text))
+        if chosen and self._tokens >= 1:  # then nothing was cut here: the gap is before these lines
+            return [*self._render_cut(), *chosen]
         return chosen
 
     def _render_cut(self) -> list[tuple[int, str]]:

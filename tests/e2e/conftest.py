@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import queue
 import threading
 import time
@@ -35,6 +36,8 @@ class LiveFlow:
 
     def __call__(self, job: Callable[[], T]) -> T:
         """Run `job` inside the flow run and return its value, or raise its error."""
+        # pytest's own variable differs in each test, and a warm start needs an equal environment
+        os.environ.pop("PYTEST_CURRENT_TEST", None)
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future.result()

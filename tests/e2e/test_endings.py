@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import RunningScript, ScriptRunner
@@ -20,7 +18,6 @@ from tests.gangs import (
     lives,
     read_marks,
     serve_driver,
-    wait_until,
     wait_until_gone,
     write_script,
 )
@@ -192,14 +189,22 @@ SYNC = {"flow": "def", "after": "after()", "run": "main()"}
 ASYNC = {"flow": "async def", "after": "after()", "run": "asyncio.run(main())"}
 TIMEOUT_CASES = {
     "call": {"call": "states = [train(return_state=True)]", "body": "def", **SYNC},
-    "submit": {"call": "future = train.submit(); future.wait(); states = [future.state]", "body": "def", **SYNC},
+    "submit": {
+        "call": "future = train.submit(); future.wait(); states = [future.state]",
+        "body": "def",
+        **SYNC,
+    },
     "map": {
         "call": "futures = train.map([1, 2]); futures.wait(); states = [f.state for f in futures]",
         "body": "def",
         **SYNC,
     },
     "async flow, sync body": {"call": "states = [train(return_state=True)]", "body": "def", **ASYNC},
-    "async flow and body": {"call": "states = [await train(return_state=True)]", "body": "async def", **ASYNC},
+    "async flow and body": {
+        "call": "states = [await train(return_state=True)]",
+        "body": "async def",
+        **ASYNC,
+    },
     "async flow, submit": {
         "call": "future = train.submit(); future.wait(); states = [future.state]",
         "body": "async def",
