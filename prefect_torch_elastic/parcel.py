@@ -1,8 +1,8 @@
 """How a call and its result travel: one signed file, written once and mapped by all ranks that read it.
 
 Layout: magic, HMAC-SHA256 over all that follows except the padding, then `(offset, length)` of the pickle and
-of each buffer, then the bytes, each part 64-byte aligned. A reader maps the file copy-on-write, so eight ranks
-that get a 1 GB tensor share one gigabyte of page cache until they write to it.
+of each buffer, then the bytes, each part 64-byte aligned. A reader maps the file copy-on-write, so eight
+ranks that get a 1 GB tensor share one gigabyte of page cache until they write to it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from prefect_torch_elastic.compat import untyped_storage
 from prefect_torch_elastic.errors import TransferError
 
 _SHOWN = 120
+_SUBIMPORT = "cloudpickle.subimport()"  # stands for the function in what follows; no name has brackets
 _EVERYWHERE = frozenset({"torch", "numpy", "cloudpickle", "prefect_torch_elastic"})
 
 
@@ -175,7 +176,10 @@ def _is_everywhere(module: str) -> bool:
 
 
 def _named_modules(data: bytes) -> Generator[str, None, None]:
-    """Yield the module of each `STACK_GLOBAL`, and the argument of each `cloudpickle.subimport`."""
+    """Yield the module of each `STACK_GLOBAL`, and the argument of each `cloudpickle.subimport`.
+
+    A pickle writes a string or a function once and fetches it from its memo for every further use.
+    """
     strings: list[str] = []
     memo: list[str] = []
     top, import_next = "", False
@@ -190,15 +194,14 @@ def _named_modules(data: bytes) -> Generator[str, None, None]:
                 continue
             case "STACK_GLOBAL":
                 yield strings[-2]
-                top, import_next = "", strings[-1] == "subimport"
-                continue
+                top = _SUBIMPORT if strings[-1] == "subimport" else ""
             case _:
                 top = ""
                 continue
-        strings = [*strings[-1:], top]
-        if import_next:
+        if import_next and top not in ("", _SUBIMPORT):
             yield top
-        import_next = False
+        import_next = top == _SUBIMPORT
+        strings = [*strings[-1:], top]
 
 
 def _problem(value: object) -> str:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, cast
 
 _SIZE = 4096
-_STATE = struct.Struct("=QqqdI")  # sequence, step, total_steps, monotonic seconds, length of the text
-_STOP = struct.Struct("=I")
-_STOP_AT = 0
-_STATE_AT = 8
-_TEXT_AT = _STATE_AT + _STATE.size
+# The page: 8-byte words, then the text. A word is written in one store; `struct` would zero its bytes first.
+_STOP, _SEQUENCE, _STEP, _TOTAL, _REPORTED_AT, _LENGTH = range(6)
+_TEXT_WORD = 6
+_TEXT_AT = 8 * _TEXT_WORD
 _UNKNOWN = -1
 _PHASE_CHARACTERS = 100
 
@@ -52,6 +50,7 @@ class RankState:
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, _SIZE)
+        self._words = memoryview(self._page).cast("q")
         self._sequence = 0
         self._step, self._total = _UNKNOWN, _UNKNOWN
         self._metrics: dict[str, Any] = {}
@@ -65,6 +64,7 @@ class RankState:
         return fd
 
     def close(self) -> None:
+        self._words.release()
         self._page.close()
 
     def report(self, metrics: dict[str, Any], *, step: int, total_steps: int | None) -> None:
@@ -80,37 +80,37 @@ class RankState:
         return before
 
     def request_stop(self, reason: StopReason) -> None:
-        _STOP.pack_into(self._page, _STOP_AT, reason)
+        self._words[_STOP] = reason
 
     @property
     def stop_requested(self) -> StopReason:
-        return StopReason(_STOP.unpack_from(self._page, _STOP_AT)[0])
+        return StopReason(self._words[_STOP])
 
     def read(self) -> RankProgress:
         """Return the newest whole report; of a writer that died in the middle, only the numbers."""
         for _ in range(100):
-            before, step, total, at, length = _STATE.unpack_from(self._page, _STATE_AT)
-            text = bytes(self._page[_TEXT_AT : _TEXT_AT + min(length, _SIZE - _TEXT_AT)])
-            if before % 2 == 0 and _STATE.unpack_from(self._page, _STATE_AT)[0] == before:
+            before = self._words[_SEQUENCE]
+            step, total, at, length = self._words[_STEP:_TEXT_WORD]
+            text = self._page[_TEXT_AT : _TEXT_AT + length]
+            if before % 2 == 0 and self._words[_SEQUENCE] == before:
                 return _parse_progress(step, total, at, text)
-        _, step, total, at, _ = _STATE.unpack_from(self._page, _STATE_AT)
+        step, total, at, _ = self._words[_STEP:_TEXT_WORD]
         return _parse_progress(step, total, at, b"")
 
     def _write(self) -> None:
         text = json.dumps([self._phase, self._metrics], default=_plain).encode()
         if len(text) > _SIZE - _TEXT_AT:
             text = json.dumps([self._phase[:_PHASE_CHARACTERS], {}]).encode()
-        _STATE.pack_into(
-            self._page, _STATE_AT, self._sequence + 1, self._step, self._total, time.monotonic(), 0
-        )
+        words = self._words
+        words[_SEQUENCE] = self._sequence + 1
+        words[_STEP], words[_TOTAL], words[_REPORTED_AT] = self._step, self._total, time.monotonic_ns()
+        words[_LENGTH] = len(text)
         self._page[_TEXT_AT : _TEXT_AT + len(text)] = text
         self._sequence += 2
-        _STATE.pack_into(
-            self._page, _STATE_AT, self._sequence, self._step, self._total, time.monotonic(), len(text)
-        )
+        words[_SEQUENCE] = self._sequence
 
 
-def _parse_progress(step: int, total_steps: int, reported_at: float, text: bytes) -> RankProgress:
+def _parse_progress(step: int, total_steps: int, reported_at: int, text: bytes) -> RankProgress:
     try:
         phase, metrics = cast("tuple[str, dict[str, Any]]", json.loads(text) if text else ("", {}))
     except ValueError:
@@ -118,7 +118,7 @@ def _parse_progress(step: int, total_steps: int, reported_at: float, text: bytes
     return RankProgress(
         step=step if reported_at and step != _UNKNOWN else None,
         total_steps=total_steps if reported_at and total_steps != _UNKNOWN else None,
-        reported_at=reported_at,
+        reported_at=reported_at / 1e9,
         phase=phase,
         metrics=metrics,
     )

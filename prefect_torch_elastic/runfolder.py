@@ -64,6 +64,10 @@ def resolve_store(store: str | None, *, from_environment: str | None, home: Path
             f"`store={url!r}` cannot be used by a gang on this machine yet. "
             "Pass a directory or a `file://` URL."
         )
+    if parts.scheme and (parts.netloc not in {"", "localhost"} or not parts.path):
+        raise SpecError(
+            f"`store={url!r}` names no directory of this machine. Write three slashes: `file:///data/runs`."
+        )
     return Path(unquote(parts.path) if parts.scheme else url).expanduser().absolute()
 
 

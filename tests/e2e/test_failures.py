@@ -101,7 +101,12 @@ def test_killed_rank_is_named_with_its_signal_c003(in_flow: LiveFlow, note: Note
         ("import sys; sys.exit(3)", (3, None), "rank 1", "UserError"),
         ("import ctypes; ctypes.string_at(0)", (None, 11), "rank 1 was killed by SIGSEGV", "Crashed"),
         ("os.abort()", (None, 6), "rank 1 was killed by SIGABRT", "Crashed"),
-        ("os.kill(os.getpid(), 7)", (None, 7), "rank 1 was killed by SIGBUS (often a full /dev/shm)", "SharedMemory"),
+        (
+            "os.kill(os.getpid(), 7)",
+            (None, 7),
+            "rank 1 was killed by SIGBUS (often a full /dev/shm)",
+            "SharedMemory",
+        ),
         ("os.kill(os.getpid(), 15)", (None, 15), "rank 1 was killed by SIGTERM", "Killed"),
     ],
     ids=["exit-0", "exit-7", "sys-exit-3", "segfault", "abort", "bus-error", "sigterm"],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prefect import get_run_logger
 
 from prefect_torch_elastic import GangFailed, elastic_task, get_context
 
@@ -38,7 +39,6 @@ def test_lines_of_ranks_reach_the_task_run_with_rank_and_level_c032(
         import sys
         import warnings
 
-        from prefect import get_run_logger
         from prefect.logging import get_run_logger as the_same
 
         rank = get_context().rank
@@ -65,7 +65,11 @@ def test_lines_of_ranks_reach_the_task_run_with_rank_and_level_c032(
     assert said(lines, "fine detail") == [("[rank 0] mylib - fine detail of 0", info)]
     assert said(lines, "no end of line") == [("[rank 0] no end of line on 0", info)]
     assert said(lines, "nobody asked") == []
-    for text, level in (("slow disk at", warning), ("bad sector at", error), ("deprecated on", warning)):
+    for text, level in (
+        ("slow disk at", warning),
+        ("bad sector at", error),
+        ("UserWarning: deprecated on", warning),
+    ):
         found = said(lines, text)
         assert sorted(message[: len("[rank 0]")] for message, _ in found) == ["[rank 0]", "[rank 1]"]
         assert {got for _, got in found} == {level}
@@ -131,10 +135,25 @@ def test_traceback_of_a_failed_rank_is_not_written_line_by_line_c032(in_flow: Li
     assert len([line for line in lines if line.message.endswith("ValueError: said once")]) <= 1
 
 
+def test_log_file_goes_on_over_restarts_c032(in_flow: LiveFlow, tmp_path: Path):
+    @elastic_task(nproc_per_node=1, max_restarts=1, retries=1, store=str(tmp_path / "store"), run_key="k")
+    def train():
+        context = get_context()
+        print(f"attempt {context.attempt}, restart {context.restart_count}")
+        raise RuntimeError
+
+    in_flow(lambda: train(return_state=True))
+    files = sorted((tmp_path / "store").rglob("rank-0.log"))
+    assert [str(path.relative_to(tmp_path / "store")) for path in files] == [
+        f"k/attempts/{number:04}/node-0/rank-0.log" for number in (1, 2)
+    ]
+    for number, path in enumerate(files, start=1):
+        lines = [line for line in path.read_text().splitlines() if line.startswith("attempt")]
+        assert lines == [f"attempt {number}, restart {restart}" for restart in (0, 1)]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_flood_of_lines_stalls_nobody_c032(
-    in_flow: LiveFlow, read_logs: ReadLogs, tmp_path: Path, rank: int
-):
+def test_flood_of_lines_stalls_nobody_c032(in_flow: LiveFlow, read_logs: ReadLogs, tmp_path: Path, rank: int):
     count = 200_000
 
     @elastic_task(nproc_per_node=2, store=str(tmp_path / "store"), log_level_all_ranks="INFO")

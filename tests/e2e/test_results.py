@@ -49,7 +49,12 @@ def test_result_of_rank_0_comes_back(in_flow: LiveFlow):
     assert torch.equal(back.weight, model.weight)
     assert back.weight.requires_grad
     assert torch.nn.functional.mse_loss(back(torch.ones(1, 3)), torch.ones(1, 2)).backward() is None
-    for tensor in (torch.arange(6).reshape(2, 3).t(), torch.empty(0), torch.tensor(3.0), torch.ones(3).bfloat16()):
+    for tensor in (
+        torch.arange(6).reshape(2, 3).t(),
+        torch.empty(0),
+        torch.tensor(3.0),
+        torch.ones(3).bfloat16(),
+    ):
         assert torch.equal(in_flow(lambda tensor=tensor: train(tensor))[0], tensor)
 
 
