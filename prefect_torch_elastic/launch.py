@@ -298,7 +298,7 @@ class _Listener:
             return
         self._said_where = True
         self._log.info("The full logs of all ranks are in %s", self._folder.path)
-        if _uses_gpus():
+        if _uses_nccl(self._call.spec):
             self._log.info(render_worst_case_wait(self._call.spec))
 
     def _say_progress(self, message: Progress) -> None:
@@ -323,8 +323,14 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _uses_gpus() -> bool:
-    return Path("/dev/nvidiactl").exists()
+def _uses_nccl(spec: Spec) -> bool:
+    settings = (
+        spec.nccl_collective_timeout_seconds,
+        spec.nccl_heartbeat_timeout_seconds,
+        spec.nccl_async_error_handling,
+        spec.nccl_enable_monitoring,
+    )
+    return Path("/dev/nvidiactl").exists() or any(value is not None for value in settings)
 
 
 def _retries() -> int:

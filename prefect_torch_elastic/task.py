@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 from prefect.context import TaskRunContext
 from prefect.tasks import MaterializingTask, Task
 
 from prefect_torch_elastic import compat, context
-from prefect_torch_elastic.block import TorchElastic
 from prefect_torch_elastic.caching import choose_cache_policy, source_without_decorators
 from prefect_torch_elastic.errors import (
     ElasticError,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
     from prefect.tasks import TaskOptions
 
+    from prefect_torch_elastic.block import TorchElastic
     from prefect_torch_elastic.spec import SpecOptions
 
     class ElasticOptions(SpecOptions, TaskOptions, total=False):
@@ -40,7 +40,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RunKey = str | Callable[..., str] | None
-Infrastructure = TorchElastic | str | None
+Infrastructure: TypeAlias = "TorchElastic | str | None"
 _RIGHT_ORDER = "Put `@elastic_task(...)` on top: `@elastic_task(...)` above `@task(...)` above `def`."
 
 
@@ -210,7 +210,7 @@ def elastic_task(infrastructure: Any = None, *, run_key: RunKey = None, **option
             return train(10)
         ```
     """
-    if infrastructure is not None and not isinstance(infrastructure, TorchElastic | str):
+    if not _is_infrastructure(infrastructure):
         if callable(infrastructure) and run_key is None and not options:
             return _Decorator(None, None, {})(infrastructure)
         raise SpecError(
@@ -218,6 +218,15 @@ def elastic_task(infrastructure: Any = None, *, run_key: RunKey = None, **option
             'of a saved one, such as "torch-elastic/h200-x4".'
         )
     return _Decorator(infrastructure, run_key, options)
+
+
+def _is_infrastructure(value: object) -> bool:
+    if value is None or isinstance(value, str):
+        return True
+    # Imported here: a block class costs 20 ms to make, and many programs never see one.
+    from prefect_torch_elastic.block import TorchElastic
+
+    return isinstance(value, TorchElastic)
 
 
 class _Decorator:
@@ -348,6 +357,8 @@ def _own_run(launch: Callable[..., Any]) -> TaskRunContext | None:
 
 
 def _load_block(name: str) -> TorchElastic:
+    from prefect_torch_elastic.block import TorchElastic
+
     document = name.removeprefix("torch-elastic/")
     try:
         return cast(TorchElastic, TorchElastic.load(document))

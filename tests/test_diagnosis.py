@@ -31,11 +31,11 @@ FAILURES_PAGE = Path(__file__).parents[1] / "docs" / "failures.md"
 PEER_LOST = {
     "gloo-closed": (
         "RuntimeError",
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:34567",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3",
     ),
     "gloo-reset": (
         "RuntimeError",
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer",
+        "[../gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer",
     ),
     "gloo-write": ("RuntimeError", "writev [127.0.0.1]:5: Broken pipe"),
     "nccl-remote": (
@@ -84,7 +84,7 @@ TIMEOUTS = {
 }
 
 
-def rank(number=1, *, failed_at=10.0, **fields):
+def rank(number: int = 1, *, failed_at: float | None = 10.0, **fields):
     """Return the evidence on a rank that failed; two ranks per node."""
     values = {"local_rank": number % 2, "node_rank": 0, **fields}
     return RankEvidence(rank=number, failed_at=failed_at, **values)
@@ -309,7 +309,7 @@ def test_call_that_cannot_be_loaded_is_said_as_such():
 
 
 def test_result_that_cannot_be_sent_speaks_for_itself_c006():
-    text = "rank 0 returned a value (`function`) that cannot be sent to the flow: …. Return a path or plain data."
+    text = "rank 0 returned a value (`function`) that cannot be sent to the flow: …"
     assert diagnose([raised("TransferError", text, number=0, stage="result")]).summary == text
 
 

@@ -342,7 +342,7 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     processes.adopt_orphans()
-    server = ForkServer.fork_from_here()  # before anything here starts a thread
+    server = ForkServer.fork_if_safe()  # before anything here starts a thread
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # ranks use the store that the agent starts
     channel = Channel(socket.socket(fileno=connection))
     with suppress(ChannelClosed):
@@ -359,3 +359,17 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
         server.close()
     processes.kill_children(keep=set())
     os._exit(0)
+
+
+def main() -> int:
+    """Run an agent in a fresh interpreter: `python -m prefect_torch_elastic.node.agent LAUNCHER_PID FD FD`."""
+    launcher, *fds = sys.argv[1:]
+    os.setpgid(0, 0)
+    processes.die_with_parent()
+    if os.getppid() != int(launcher):
+        return 71
+    return run_agent({}, [int(fd) for fd in fds])
+
+
+if __name__ == "__main__":
+    os._exit(main())

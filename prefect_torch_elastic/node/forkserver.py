@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -93,6 +94,15 @@ class ForkServer:
             _serve(theirs, owner)
         theirs.close()
         return cls(ours, pid)
+
+    @classmethod
+    def fork_if_safe(cls) -> ForkServer | None:
+        """Fork a server from this process; None, and a line in the log, if it has threads already."""
+        try:
+            return cls.fork_from_here()
+        except ServerLost as error:
+            logging.getLogger(__name__).warning("%s: everything here starts cold", error)
+            return None
 
     def fork_server(self, modules: Sequence[str], search_path: Sequence[str]) -> tuple[ForkServer, Preloaded]:
         """Fork a server for one gang and import `modules` in it.

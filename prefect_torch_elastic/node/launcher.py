@@ -40,7 +40,7 @@ def run_launcher(connection: socket.socket, log: str) -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     processes.adopt_orphans()
-    nodes = Nodes(ForkServer.fork_from_here(), log)  # before anything here starts a thread
+    nodes = Nodes(ForkServer.fork_if_safe(), log)  # before anything here starts a thread
     launcher = _Launcher(Channel(connection), nodes)
     signal.signal(signal.SIGTERM, launcher.on_sigterm)
     try:

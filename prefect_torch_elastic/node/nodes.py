@@ -6,6 +6,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -51,7 +53,7 @@ class Node:
 class Nodes:
     """All agents that live now, by index; they stay between the gangs of a flow."""
 
-    def __init__(self, seed: ForkServer, log: str) -> None:
+    def __init__(self, seed: ForkServer | None, log: str) -> None:
         self._seed, self._log = seed, log
         self.living: dict[int, Node] = {}
 
@@ -73,8 +75,8 @@ class Nodes:
             fds=[theirs.fileno(), log],
         )
         try:
-            (pid,) = self._seed.fork([child])
-        except ServerLost as error:
+            pid = self._fork(child) or _start_cold(child)
+        except OSError as error:
             raise ElasticError(f"no agent can be started for node {index}: {error}") from error
         finally:
             theirs.close()
@@ -82,11 +84,18 @@ class Nodes:
         self.living[index] = Node(index, pid, Channel(ours))
         return self.living[index]
 
+    def _fork(self, child: Child) -> int | None:
+        if self._seed is not None:
+            with suppress(ServerLost):
+                return self._seed.fork([child])[0]
+        return None
+
     def bury(self, node: Node) -> int:
         """Reap an agent that has died and everything that it left; return its exit code."""
         code = node.reap()
         self.living.pop(node.index, None)
-        processes.kill_children(keep={self._seed.pid, *(other.pid for other in self.living.values())})
+        seed = {self._seed.pid} if self._seed else set[int]()
+        processes.kill_children(keep=seed | {other.pid for other in self.living.values()})
         return code
 
     def retire(self, *nodes: Node) -> None:
@@ -102,4 +111,15 @@ class Nodes:
     def close(self) -> None:
         """End all agents and the seed."""
         self.retire(*self.living.values())
-        self._seed.close()
+        if self._seed is not None:
+            self._seed.close()
+
+
+def _start_cold(child: Child) -> int:
+    """Start the agent in a fresh interpreter: there is no seed, or it is lost."""
+    command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node.agent", str(os.getpid())]
+    process = subprocess.Popen(
+        [*command, *map(str, child.fds)], pass_fds=child.fds, stdin=subprocess.DEVNULL, env=child.environment
+    )
+    process.returncode = 0  # its status is ours to read, by pidfd
+    return process.pid

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: a flow that stays open, so that only its first gang pays for a cold start."""
+"""What the end-to-end tests share: a flow that stays open, so that its gangs after the first start warm."""
 
 from __future__ import annotations
 

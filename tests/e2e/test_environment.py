@@ -1,4 +1,4 @@
-"""What a rank finds around it: the variables of torchrun, its own random numbers, and nobody else's network."""
+"""What a rank finds around it: torchrun's variables, random numbers of its own, nobody else's network."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_result_that_cannot_be_sent_is_said_and_not_tried_again_c006(
             case "generator":
                 return (i for i in range(3))
             case "open file":
-                return open(os.devnull, "w")  # noqa: SIM115
+                return open(os.devnull, "w")
             case _:
                 return {"socket": socket.socket()}
 
