@@ -49,6 +49,11 @@ def tune_rendezvous(handler: Any) -> None:
     rendezvous._delay = delay
 
 
+def set_last_call(handler: Any, seconds: float) -> None:
+    """Change how long the next round of a c10d rendezvous waits for more than its least number of nodes."""
+    handler._settings.timeout._last_call = timedelta(seconds=seconds)
+
+
 def task_cancel_requested(task_runner: Any, task_run_id: Any) -> bool:
     """Whether a submitted task was asked to stop; a thread gets no exception, only this event."""
     events: dict[Any, Any] = getattr(task_runner, "_cancel_events", {})
@@ -79,13 +84,19 @@ def is_called_by_prefect_task() -> bool:
 
 
 def run_exit_handlers() -> None:
-    """Join threads and run exit handlers, as an interpreter does at its end, without C++ destructors."""
+    """Join threads and run exit handlers, as an interpreter does at its end, without C++ destructors.
+
+    A forked process has lost the handler of `multiprocessing`, which removes what named semaphores leave.
+    """
     import atexit
+    import sys
     import threading
 
     interpreter: Any = threading
     interpreter._shutdown()
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    if multiprocessing := sys.modules.get("multiprocessing.util"):
+        multiprocessing._exit_function()
 
 
 def forget_exit_handlers() -> None:

@@ -26,6 +26,11 @@ PREEMPTION_COUNT = "PTE_PREEMPTION_COUNT"
 FLOW_RUN_ID = "PTE_FLOW_RUN_ID"
 TASK_RUN_ID = "PTE_TASK_RUN_ID"
 
+_LOADER_OPTIONS = (
+    *("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+)
+
 _state: RankState | None = None
 
 
@@ -69,7 +74,9 @@ class ElasticContext:
     def device(self) -> torch_device:
         """The device of this rank: `cuda:<local_rank>` where there are GPUs, else the CPU."""
         torch = _load_torch()
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())  # ranks may share devices
 
     def report(self, metrics: Mapping[str, Any], *, step: int, total_steps: int | None = None) -> None:
         """Tell the outside that `step` optimizer steps are done; call it at every step.
@@ -130,32 +137,35 @@ class ElasticContext:
         if self.world_size == 1:
             return model
         self.init_process_group()
-        devices = [self.local_rank] if self.device.type == "cuda" else None
+        devices = [self.device.index] if self.device.type == "cuda" else None
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
 
     def prepare_data_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader over this rank's share of the samples, shuffled if `loader` is.
 
         Call `loader.sampler.set_epoch(epoch)` before each epoch, as with any `DistributedSampler`.
+
+        Raises:
+            TypeError: If `loader` reads a stream or has a batch sampler of its own: only you can split these.
         """
-        torch = _load_torch()
+        data = _load_torch().utils.data
         if self.world_size == 1:
             return loader
         source = cast("Any", loader)
-        shuffled = isinstance(source.sampler, torch.utils.data.RandomSampler)
-        sampler = torch.utils.data.DistributedSampler(
+        if isinstance(source.dataset, data.IterableDataset) or type(source.batch_sampler) not in {
+            data.BatchSampler,
+            type(None),
+        }:
+            raise TypeError(
+                "`prepare_data_loader` splits loaders over a dataset with a length and the usual batches. "
+                "Split the stream or the batches by `get_context().rank` and `world_size` yourself."
+            )
+        shuffled = isinstance(source.sampler, data.RandomSampler)
+        sampler = data.DistributedSampler(
             source.dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffled
         )
-        return torch.utils.data.DataLoader(
-            source.dataset,
-            batch_size=source.batch_size,
-            sampler=sampler,
-            num_workers=source.num_workers,
-            collate_fn=source.collate_fn,
-            pin_memory=source.pin_memory,
-            drop_last=source.drop_last,
-            persistent_workers=source.persistent_workers,
-        )
+        kept = {name: getattr(source, name) for name in _LOADER_OPTIONS}
+        return data.DataLoader(source.dataset, sampler=sampler, **kept)
 
 
 def get_context() -> ElasticContext:

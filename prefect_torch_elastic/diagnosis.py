@@ -32,6 +32,7 @@ class Category(StrEnum):
     SETUP_FAILED = "SetupFailed"
     NODE_LOST = "NodeLost"
     LAUNCHER_LOST = "LauncherLost"
+    TIMED_OUT = "TimedOut"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ _SHARED_MEMORY = re.compile(
     r"out of shared memory\. Please|killed by signal: Bus error|file </torch_|shared memory object",
     re.IGNORECASE,
 )
+_WATCHDOG = re.compile(r"watchdog caught collective operation timeout|Watchdog.*terminat", re.IGNORECASE)
 _DEVICE_OOM = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _DISTRIBUTED_TYPES = {
     "RuntimeError",
@@ -126,11 +128,15 @@ _DISTRIBUTED_TYPES = {
 }
 
 
-def diagnose(ranks: Sequence[RankEvidence]) -> Diagnosis:
+def diagnose(ranks: Sequence[RankEvidence], *, several_nodes: bool = False) -> Diagnosis:
     """Return the verdict on a failed round: the culprit and its cause; the other failed ranks are victims.
 
     A rank that only lost its peer is a victim whatever the clock says: the kernel closes a dead process's
     sockets before its parent learns of the death, so victims often raise first.
+
+    Args:
+        ranks: What is known; a node whose ranks go on may be missing.
+        several_nodes: Whether the gang has more than one node, so that the culprit's is worth naming.
     """
     failed = [rank for rank in ranks if rank.failed_at is not None and not rank.told_to_stop]
     if not failed:
@@ -143,7 +149,9 @@ def diagnose(ranks: Sequence[RankEvidence]) -> Diagnosis:
     category = _categorise(culprit)
     return Diagnosis(
         category=category,
-        summary=_summarise(culprit, category, ranks),
+        summary=_summarise(
+            culprit, category, several_nodes=several_nodes or len({rank.node_rank for rank in ranks}) > 1
+        ),
         cure=_CURES[category],
         rank=culprit.rank,
         local_rank=culprit.local_rank,
@@ -171,8 +179,8 @@ def parse_diagnosis(fields: Mapping[str, Any]) -> Diagnosis:
 NEVER_AGAIN = frozenset({Category.NON_RETRYABLE, Category.RESULT_NOT_SENDABLE, Category.CALL_NOT_LOADABLE})
 """Categories in which running the same thing again cannot help."""
 
-INFRASTRUCTURE = frozenset({Category.NODE_LOST, Category.LAUNCHER_LOST})
-"""Categories that are nobody's mistake: they cost an attempt, not a retry."""
+INFRASTRUCTURE = frozenset({Category.LAUNCHER_LOST})
+"""Categories that a new gang mends; a lost node was replaced until the same budget was spent."""
 
 
 def diagnose_lost_node(node_rank: int, *, reason: str) -> Diagnosis:
@@ -185,14 +193,29 @@ def diagnose_lost_node(node_rank: int, *, reason: str) -> Diagnosis:
     )
 
 
-def diagnose_setup(problem: str, *, node_rank: int | None = None) -> Diagnosis:
-    """Return the verdict on a gang that could not start its ranks."""
+def diagnose_setup(problem: str, *, node_rank: int | None = None, may_pass: bool = False) -> Diagnosis:
+    """Return the verdict on a gang that could not start its ranks.
+
+    Args:
+        problem: What is wrong, a sentence.
+        node_rank: The node that found it.
+        may_pass: Later it may be otherwise: devices are taken, nodes have not come.
+    """
     return Diagnosis(
         category=Category.SETUP_FAILED,
         summary=problem,
         cure=_CURES[Category.SETUP_FAILED],
         node_rank=node_rank,
-        non_retryable=True,
+        non_retryable=not may_pass,
+    )
+
+
+def diagnose_run_timeout(seconds: float) -> Diagnosis:
+    """Return the verdict on a gang that was stopped because it ran too long."""
+    return Diagnosis(
+        category=Category.TIMED_OUT,
+        summary=f"the gang ran longer than `run_timeout_seconds={seconds:g}` and was stopped.",
+        cure=_CURES[Category.TIMED_OUT],
     )
 
 
@@ -214,7 +237,7 @@ def render_failure(diagnosis: Diagnosis, *, restarts: int) -> str:
     if restarts:
         lines.append(f"It was restarted {restarts} time{'s' if restarts > 1 else ''} before.")
     if diagnosis.traceback:
-        lines += ["", f"Traceback of rank {diagnosis.rank}:", diagnosis.traceback.rstrip()]
+        lines += ["", f"On rank {diagnosis.rank}:", diagnosis.traceback.rstrip()]
     elif diagnosis.last_lines:
         lines += ["", f"Last lines of rank {diagnosis.rank}:", *diagnosis.last_lines[-10:]]
     if diagnosis.log:
@@ -238,9 +261,16 @@ def signal_name(number: int) -> str:
 
 
 def _is_victim(rank: RankEvidence) -> bool:
+    if _was_ended_by_watchdog(rank):
+        return True
     if rank.exc_type is None or rank.exc_type not in _DISTRIBUTED_TYPES:
         return False
     return bool(_PEER_LOST.search(rank.exc_message)) or _is_collective_timeout(rank)
+
+
+def _was_ended_by_watchdog(rank: RankEvidence) -> bool:
+    """NCCL's watchdog aborts a rank that waited too long for the others; its last words are in the log."""
+    return rank.signal == signals.SIGABRT and any(_WATCHDOG.search(line) for line in rank.last_lines)
 
 
 def _is_collective_timeout(rank: RankEvidence) -> bool:
@@ -260,6 +290,8 @@ def _categorise(rank: RankEvidence) -> Category:
             pass
     if rank.reason and rank.exc_type is None:
         return Category.STOPPED_RESPONDING
+    if _was_ended_by_watchdog(rank):
+        return Category.COLLECTIVE_TIMEOUT
     if rank.signal is not None:
         return _categorise_signal(rank)
     if rank.exc_type is None:
@@ -291,9 +323,9 @@ def _categorise_signal(rank: RankEvidence) -> Category:
             return Category.CRASHED
 
 
-def _summarise(rank: RankEvidence, category: Category, ranks: Sequence[RankEvidence]) -> str:
+def _summarise(rank: RankEvidence, category: Category, *, several_nodes: bool) -> str:
     who = f"rank {rank.rank}"
-    if len({other.node_rank for other in ranks}) > 1:
+    if several_nodes:
         who += f" (node {rank.node_rank})"
     at = f" at step {rank.step}" if rank.step is not None else ""
     if rank.exc_type == "TransferError" and rank.stage == "result":
@@ -360,4 +392,5 @@ _CURES = {
     Category.SETUP_FAILED: "Nothing was trained. Mend the setting and run the task again.",
     Category.NODE_LOST: 'Ask for a range (`nnodes="1:2"`) if the gang may go on with fewer nodes.',
     Category.LAUNCHER_LOST: "Somebody killed it, or the host ran out of memory.",
+    Category.TIMED_OUT: "Raise `run_timeout_seconds`, or train fewer steps.",
 }

@@ -21,8 +21,8 @@ from prefect.settings import get_current_settings
 
 from prefect_torch_elastic import compat, parcel, pickles
 from prefect_torch_elastic.attempts import Action, decide_attempt
-from prefect_torch_elastic.diagnosis import parse_diagnosis, render_failure
-from prefect_torch_elastic.errors import GangFailed, GangTimedOut, TransferError
+from prefect_torch_elastic.diagnosis import diagnose_run_timeout, parse_diagnosis, render_failure
+from prefect_torch_elastic.errors import GangFailed, GangTimedOut, SpecError, TransferError
 from prefect_torch_elastic.local import GangCancelled, launcher_environment, pool, run_gang
 from prefect_torch_elastic.runfolder import (
     STORE_VARIABLE,
@@ -133,7 +133,16 @@ def _prepare(
 def _render_run_key(run_key: Any, arguments: Mapping[str, Any], task_run_id: str) -> str:
     if run_key is None:
         return task_run_id
-    return str(run_key(**arguments) if callable(run_key) else str(run_key).format(**arguments))
+    try:
+        name = str(run_key(**arguments) if callable(run_key) else str(run_key).format(**arguments))
+    except (KeyError, IndexError) as error:
+        raise SpecError(
+            f"`run_key={run_key!r}` asks for {error}, which is no parameter of the task. "
+            f"Use {', '.join(f'`{{{parameter}}}`' for parameter in arguments) or 'plain text'}."
+        ) from error
+    if not name.strip():
+        raise SpecError(f"`run_key={run_key!r}` gives an empty name. Pass a name, or leave it out.")
+    return name
 
 
 def _run_attempts(call: _Call) -> Any:
@@ -227,10 +236,8 @@ def _conclude(call: _Call, ended: GangEnded, secret: bytes) -> Any:
         case "succeeded":
             return _read_result(Path(ended.result), secret)
         case "timed out":
-            raise GangTimedOut(
-                f"the gang ran longer than `run_timeout_seconds={call.spec.run_timeout_seconds:g}` and was "
-                "stopped. Raise it, or train fewer steps."
-            )
+            diagnosis = diagnose_run_timeout(call.spec.run_timeout_seconds or 0.0)
+            raise GangTimedOut(render_failure(diagnosis, restarts=ended.restarts), diagnosis)
         case _:
             raise GangCancelled
 

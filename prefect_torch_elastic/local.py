@@ -37,6 +37,7 @@ from prefect_torch_elastic.wire import (
 
 IDLE_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
+MOST_IDLE = 8  # a flow that changes its environment before each gang would collect them
 _KEEP_SECONDS = 0.5
 _QUIT_SECONDS = 5.0
 _STOP_MARGIN_SECONDS = 12.0  # launcher and agents kill what is left 8 s after the grace
@@ -124,11 +125,14 @@ class LauncherPool:
         until = time.monotonic() + IDLE_SECONDS
         with self._lock:
             self._idle.append(_Idle(launcher=launcher, owner=weakref.ref(owner), until=until))
+            surplus, self._idle = self._idle[:-MOST_IDLE], self._idle[-MOST_IDLE:]
             if self._keeper is None:
                 self._keeper = threading.Thread(
                     target=self._keep, name="prefect-torch-elastic launchers", daemon=True
                 )
                 self._keeper.start()
+        for entry in surplus:
+            entry.launcher.close()
 
     def close(self) -> None:
         """End all launchers that wait."""

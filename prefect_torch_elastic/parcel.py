@@ -41,7 +41,7 @@ def write_parcel(path: Path, value: object, *, key: bytes) -> int:
 
 
 def write_call(path: Path, call: tuple[Any, ...], *, key: bytes) -> tuple[int, list[str]]:
-    """Write a function with its arguments, and return the size and the modules that the pickle names.
+    """Write a function with its arguments, and return the size and the modules that its ranks will import.
 
     A node imports these modules once, ahead of its ranks.
 
@@ -49,7 +49,8 @@ def write_call(path: Path, call: tuple[Any, ...], *, key: bytes) -> tuple[int, l
         TransferError: If something in `call` cannot be pickled.
     """
     head, buffers = pickles.dump(call)
-    return _write(path, head, buffers, key=key), pickles.list_modules(head)
+    modules = [*pickles.list_modules(head), *pickles.list_hidden_modules(call[0])]
+    return _write(path, head, buffers, key=key), modules
 
 
 def verify_parcel(path: Path, *, key: bytes) -> None:

@@ -6,6 +6,7 @@ import. Tensors and arrays are handed out as buffers (pickle protocol 5), which 
 
 from __future__ import annotations
 
+import inspect
 import io
 import marshal
 import os
@@ -50,6 +51,21 @@ def list_modules(data: bytes) -> list[str]:
     """Return the modules that a pickle imports when it is loaded, without those that every node has."""
     found = dict.fromkeys(_named_modules(data))
     return [name for name in found if name in sys.modules and not _is_everywhere(name)]
+
+
+def list_hidden_modules(function: Callable[..., Any]) -> list[str]:
+    """Return modules that the function's code will import without naming them.
+
+    The first optimizer of a process imports `torch._dynamo`, which takes seconds: once per node, ahead of the
+    ranks, is cheaper than in each rank and after each restart.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return ["torch._dynamo"] if code is not None and _uses_name(code, "optim") else []
+
+
+def _uses_name(code: CodeType, name: str) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return name in code.co_names or any(_uses_name(one, name) for one in inner)
 
 
 def name_culprit(function: Callable[..., Any], arguments: Mapping[str, Any]) -> TransferError:
@@ -213,8 +229,6 @@ def _problem(value: object) -> str:
 
 
 def _outer_variables(function: Callable[..., Any]) -> dict[str, Any]:
-    import inspect
-
     try:
         found = inspect.getclosurevars(function)
     except (TypeError, ValueError):

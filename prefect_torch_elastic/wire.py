@@ -134,6 +134,14 @@ class RanksReturned:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeRegroups:
+    """Agent to launcher: this node ends its ranks and leaves the round, because other nodes came or went."""
+
+    node: int
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Launcher to agent: what the gang does next: `restart`, `finish` or `fail`."""
 
@@ -168,7 +176,7 @@ class GangEnded:
     """Launcher to driver: the gang is over and nothing of it is left.
 
     Attributes:
-        status: `succeeded`, `failed` or `stopped`.
+        status: `succeeded`, `failed`, `stopped` (as ordered) or `timed out`.
         result: Path of rank 0's parcel, when it succeeded.
         diagnosis: Fields of the `Diagnosis`, when it failed.
         error: Path of the parcel with the culprit's exception, empty when it could not travel.
@@ -193,6 +201,7 @@ Message = (
     | Progress
     | RanksFailed
     | RanksReturned
+    | NodeRegroups
     | Verdict
     | NodeDone
     | Notice
@@ -209,6 +218,7 @@ _KINDS: dict[str, type[Any]] = {
         Progress,
         RanksFailed,
         RanksReturned,
+        NodeRegroups,
         Verdict,
         NodeDone,
         Notice,

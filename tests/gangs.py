@@ -152,10 +152,19 @@ class Driver:
     def alive(self) -> bool:
         return self.script.process.poll() is None
 
+    def revive(self) -> None:
+        """Start the process again if a test has ended it."""
+        if not self.alive:
+            self.start()
+
+    def end_unfinished(self) -> None:
+        """End the process if its last script still runs: the test that gave it has failed."""
+        if self._count and not (self.jobs / f"{self._count - 1}.answer").exists():
+            self.script.end()
+
     def submit(self, text: str) -> Job:
         """Give the driver a script and return at once; its marks go to a folder of its own."""
-        if not self.alive:  # a test that failed before has ended it
-            self.start()
+        self.revive()
         folder = self.jobs / f"marks-{self._count}"
         folder.mkdir()
         part = self.jobs / f"{self._count}.new"

@@ -75,7 +75,8 @@ def test_prefect_asks_a_function_for_its_code_from_its_own_module():
     asked = []
 
     class Probe:
-        __name__ = "probe"
+        def __init__(self):
+            self.__name__ = self.__qualname__ = "probe"
 
         def __call__(self):
             return 1

@@ -51,6 +51,7 @@ from prefect_torch_elastic.wire import (
     ChannelClosed,
     Message,
     NodeDone,
+    NodeRegroups,
     RanksFailed,
     RanksReturned,
     RanksStarted,
@@ -62,7 +63,8 @@ from prefect_torch_elastic.wire import (
 FAILURE_GRACE_SECONDS = 5.0  # ranks whose gang has failed already cannot save anything together
 VERDICT_SECONDS = 30.0
 EXIT_BARRIER_SECONDS = 5.0
-LAST_CALL_SECONDS = 1.0  # torch waits 30 s for more nodes; here they all start together
+FIRST_CALL_SECONDS = 10.0  # for the nodes of a range that are not there yet; they all start together
+LAST_CALL_SECONDS = 1.0
 _RESTART, _FAIL = 2, 0  # torch's counter of restarts that are left: the launcher's verdict, in torch's words
 
 
@@ -94,7 +96,7 @@ class NodeAgent(SimpleElasticAgent):
             exit_barrier_timeout=EXIT_BARRIER_SECONDS,
         )
         self._order, self._spec, self._handler, self._channel = order, spec, handler, channel
-        self.server, self._gang_server = server, None
+        self.server = server
         self._cold = spec.start_method != "warm"
         self.ranks = RankSet(channel, read_channel=self._read_channel, tell=self._tell)
         self._restart_count = 0
@@ -174,12 +176,14 @@ class NodeAgent(SimpleElasticAgent):
         """Return the server to fork this gang's ranks from, None when they must start cold, and why."""
         if self._cold or self.server is None:
             return None, ""
-        modules = [*self._order.modules, *self._spec.preload]
-        if self._gang_server is not None or not modules:
-            return self._gang_server or self.server, ""
-        server, preloaded = self.server.fork_server(modules, self._order.search_path)
-        if preloaded.safe:
-            self._gang_server = server
+        wanted = [*self._order.modules, *self._spec.preload]
+        missing = [module for module in wanted if module not in self.server.modules]
+        if not missing:
+            return self.server, ""
+        server, preloaded = self.server.fork_server(missing, self._order.search_path)
+        if preloaded.safe:  # it takes over: restarts and the next gang find the modules loaded
+            self.server.close()
+            self.server = server
             return server, ""
         server.close()
         self._cold = True
@@ -272,19 +276,18 @@ class NodeAgent(SimpleElasticAgent):
     # ------------------------------------------------------------ end
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if any(rank.alive for rank in self.ranks.ranks):  # before the others see connections close
+            self._tell(NodeRegroups(node=self._order.node, round=self._handler.round))
         self._end_ranks(FAILURE_GRACE_SECONDS, reason=StopReason.REGROUP)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end_ranks(FAILURE_GRACE_SECONDS)
         self.ranks.release()
-        if self._gang_server is not None:
-            self._gang_server.close()
-            self._gang_server = None
 
     def _end_ranks(self, grace_seconds: float, *, reason: StopReason = StopReason.CANCELLED) -> None:
         """End the ranks within this grace; an order of the launcher has a grace of its own."""
         usual = min(grace_seconds, self._spec.grace_seconds)
-        servers = {server.pid for server in (self.server, self._gang_server) if server}
+        servers = {self.server.pid} if self.server else set[int]()
         self.ranks.end(lambda: self._stop.grace_seconds if self._stop else usual, reason=reason, keep=servers)
 
 
@@ -322,6 +325,7 @@ def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRende
     if not order.endpoint:
         return LoneRendezvous(run_id)
     host, _ = parse_endpoint(order.endpoint)
+    configured = spec.rdzv_configs.get("last_call_timeout")
     return join_rendezvous(
         connect_store(order.endpoint),
         run_id,
@@ -329,7 +333,8 @@ def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRende
         max_nodes=spec.max_nodes,
         address=host,
         timeout_seconds=spec.rdzv_timeout_seconds,
-        last_call_seconds=float(spec.rdzv_configs.get("last_call_timeout", LAST_CALL_SECONDS)),
+        first_call_seconds=float(configured or FIRST_CALL_SECONDS),
+        last_call_seconds=float(configured or LAST_CALL_SECONDS),
     )
 
 
@@ -362,7 +367,7 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
 
 
 def main() -> int:
-    """Run an agent in a fresh interpreter: `python -m prefect_torch_elastic.node.agent LAUNCHER_PID FD FD`."""
+    """Run a cold agent: `python -m prefect_torch_elastic.node.agent LAUNCHER_PID FD FD`."""
     launcher, *fds = sys.argv[1:]
     os.setpgid(0, 0)
     processes.die_with_parent()

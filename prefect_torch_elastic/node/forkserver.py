@@ -2,8 +2,8 @@
 
 A server is forked from its owner (launcher or agent) right after `import torch`, before any thread exists.
 Children are double-forked, so the owner (a child subreaper) becomes their parent: it learns their exact exit
-status, and a dead server kills no rank. A server can also fork a server: the one for a gang imports the
-modules that the call names, and if that starts a thread or opens a GPU only that one is thrown away.
+status, and a dead server kills no rank. A server can also fork a server: the new one imports the modules
+that a call names, and if that starts a thread or opens a GPU, only the new one is thrown away.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ class Preloaded:
 
 
 class ForkServer:
-    """The owner's handle on a server."""
+    """The owner's handle on a server; `modules` are those that it imported for gangs."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, modules: frozenset[str] = frozenset()) -> None:
         self._socket = connection
         self.pid = pid
+        self.modules = modules
 
     @classmethod
     def fork_from_here(cls) -> ForkServer:
@@ -105,7 +106,7 @@ class ForkServer:
             return None
 
     def fork_server(self, modules: Sequence[str], search_path: Sequence[str]) -> tuple[ForkServer, Preloaded]:
-        """Fork a server for one gang and import `modules` in it.
+        """Fork a server from this one and import `modules` in it.
 
         Raises:
             ServerLost: If either server is gone or does not answer in time.
@@ -122,7 +123,7 @@ class ForkServer:
             (pid,) = self.fork([child])
         finally:
             theirs.close()
-        server = ForkServer(ours, pid)
+        server = ForkServer(ours, pid, self.modules | frozenset(modules))
         reply = server._ask(
             {"op": "preload", "modules": list(modules), "path": list(search_path)}, _PRELOAD_SECONDS
         )

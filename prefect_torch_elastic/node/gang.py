@@ -17,6 +17,7 @@ from pathlib import Path
 
 from prefect_torch_elastic.attempts import Action, decide_restart
 from prefect_torch_elastic.diagnosis import (
+    Category,
     Diagnosis,
     RankEvidence,
     diagnose,
@@ -24,6 +25,7 @@ from prefect_torch_elastic.diagnosis import (
     diagnose_setup,
     render_exit,
 )
+from prefect_torch_elastic.errors import ElasticError, SpecError
 from prefect_torch_elastic.node.devices import GpuLease, list_visible_gpus
 from prefect_torch_elastic.node.environment import with_thread_limit
 from prefect_torch_elastic.node.nodes import Node, Nodes
@@ -37,6 +39,7 @@ from prefect_torch_elastic.wire import (
     LogLines,
     Message,
     NodeDone,
+    NodeRegroups,
     Notice,
     Progress,
     RanksFailed,
@@ -48,6 +51,7 @@ from prefect_torch_elastic.wire import (
 )
 
 SETTLE_SECONDS = 0.3  # for the other nodes' evidence, before the first failure is judged
+FAILURE_GRACE_SECONDS = 5.0
 KILL_MARGIN_SECONDS = 8.0  # an agent needs its ranks' grace, and a moment to reap and report
 
 
@@ -74,6 +78,7 @@ class Gang:
         self._judge_at: float | None = None
         self._previous: Diagnosis | None = None
         self._restarts = self._losses = 0
+        self._broken, self._left = set[int](), set[int]()  # rounds that lost a node, or that one left
         self._outcome: GangEnded | None = None
         self._kill_at: float | None = None
         self._stop_order: StopGang | None = None
@@ -138,10 +143,12 @@ class Gang:
             visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
             allow_shared_gpus=shared,
         )
-        if visible and not shared:
-            held = self._lease.acquire(visible, nproc * self._spec.max_nodes)
-        else:
+        try:
             held = visible
+            if visible and not shared:
+                held = self._lease.acquire(visible, nproc * self._spec.max_nodes)
+        except SpecError as error:
+            raise ElasticError(str(error)) from error  # no mistake: other gangs hold the devices now
         devices = held if held or without_gpus else None
         environment = with_thread_limit(environment, nproc=nproc)
         return replace(order, nproc=nproc, devices=devices, environment=environment)
@@ -172,6 +179,8 @@ class Gang:
             case RanksReturned():
                 self._returned[node.index] = message.round
                 self._finish_if_all_returned(message.round)
+            case NodeRegroups():
+                self._left.add(message.round)
             case RanksFailed():
                 self._take_failure(node, message)
             case NodeDone():
@@ -187,19 +196,21 @@ class Gang:
     def _diagnose_problem(self, index: int, problem: str) -> Diagnosis:
         if index in self._started:
             return diagnose_lost_node(index, reason=f"its agent failed: {problem}")
-        return diagnose_setup(f"node {index}: {problem}.", node_rank=index)
+        return diagnose_setup(f"node {index}: {problem}.", node_rank=index, may_pass=True)
 
     def _lose(self, node: Node) -> None:
         """An agent died; its ranks died with it. Start another one, within bounds."""
         code = self._nodes.bury(node)
         self._busy.pop(node.index, None)
-        self._started.pop(node.index, None)
+        started = self._started.pop(node.index, None)
         if self._outcome is not None:
             return
         self._losses += 1
+        self._broken |= {started.round, self._round} if started else {self._round, self._round + 1}
         how = f"its agent died ({render_exit(code)})"
         if self._losses >= self._spec.max_attempts:
-            self._fail(diagnose_lost_node(node.index, reason=f"{how}, the {self._losses}th loss of a node"))
+            reason = f"{how}; {self._losses} were lost, as many as `max_attempts` allows"
+            self._fail(diagnose_lost_node(node.index, reason=reason))
             return
         self._tell(
             Notice(
@@ -251,9 +262,10 @@ class Gang:
         number = max(self._evidence)
         if number in self._verdicts or self._outcome is not None:
             return
-        diagnosis = diagnose([rank for ranks in self._evidence[number].values() for rank in ranks])
-        if self._node_was_lost_in(number):
-            decision_reason, action = "a node was lost", Action.RESTART
+        evidence = [rank for ranks in self._evidence[number].values() for rank in ranks]
+        diagnosis = diagnose(evidence, several_nodes=self._spec.max_nodes > 1)
+        if self._was_broken(number, diagnosis):
+            decision_reason, action = "nodes came or went, which spends nothing", Action.RESTART
         else:
             decision = decide_restart(
                 diagnosis, self._previous, restarts=self._restarts, max_restarts=self._spec.max_restarts
@@ -273,11 +285,10 @@ class Gang:
             self._announce(Verdict(round=number, action="fail", restart_count=self._restarts))
             self._fail(diagnosis)
 
-    def _node_was_lost_in(self, number: int) -> bool:
-        """Whether a rank of this round was on a node that has died since: then the others are victims."""
-        world = next((started.world_size for started in self._started.values() if started.round == number), 0)
-        here = sum(len(started.ranks) for started in self._started.values() if started.round == number)
-        return 0 < here < world
+    def _was_broken(self, number: int, diagnosis: Diagnosis) -> bool:
+        """Whether the ranks of this round are victims of a node that was lost or left them."""
+        is_victim = diagnosis.category is Category.PEER_LOST
+        return number in self._broken or (is_victim and number in self._left)
 
     def _announce(self, verdict: Verdict) -> None:
         self._verdicts[verdict.round] = verdict
@@ -287,9 +298,10 @@ class Gang:
     def _fail(self, diagnosis: Diagnosis) -> None:
         self._outcome = GangEnded(status="failed", diagnosis=asdict(diagnosis), error=diagnosis.error)
         # ranks of a failed gang cannot save anything together, but their own handlers get the grace
-        self._kill_at = time.monotonic() + self.grace_seconds + KILL_MARGIN_SECONDS
+        grace = min(self.grace_seconds, FAILURE_GRACE_SECONDS)
+        self._kill_at = time.monotonic() + grace + KILL_MARGIN_SECONDS
         for node in self._busy.values():
-            node.send(StopGang(reason="the gang has failed", grace_seconds=min(self.grace_seconds, 5.0)))
+            node.send(StopGang(reason="the gang has failed", grace_seconds=grace))
             node.interrupt()
 
     def _conclude(self) -> GangEnded:
@@ -324,6 +336,7 @@ class Gang:
                 node.signal(9)
 
 
-def refuse_gang(problem: str) -> GangEnded:
+def refuse_gang(error: Exception) -> GangEnded:
     """Return the end of a gang that could not start here."""
-    return GangEnded(status="failed", diagnosis=asdict(diagnose_setup(problem)))
+    diagnosis = diagnose_setup(str(error), may_pass=not isinstance(error, SpecError))
+    return GangEnded(status="failed", diagnosis=asdict(diagnosis))

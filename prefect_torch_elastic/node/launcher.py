@@ -14,13 +14,15 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import asdict, replace
 
+from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.errors import ElasticError
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import ForkServer
 from prefect_torch_elastic.node.gang import Gang, refuse_gang
 from prefect_torch_elastic.node.nodes import Nodes
-from prefect_torch_elastic.wire import Channel, ChannelClosed, Quit, RunGang, StopGang
+from prefect_torch_elastic.wire import Channel, ChannelClosed, GangEnded, Quit, RunGang, StopGang
 
 _LOOK_SECONDS = 1.0
 # What every process of a gang needs, imported once before the first fork.
@@ -77,7 +79,7 @@ class _Launcher:
         try:
             gang = Gang(order, self._nodes, self._tell)
         except (ElasticError, OSError) as error:
-            self._tell(refuse_gang(str(error)))
+            self._tell(refuse_gang(error))
             return
         with contextlib.closing(gang):
             while gang.ended is None:
@@ -92,7 +94,7 @@ class _Launcher:
                             self._gone = True
                         case _:
                             pass
-            self._tell(gang.ended)
+            self._tell(_blame_signal(gang.ended) if self._terminated else gang.ended)
 
     def _read_driver(self, timeout_seconds: float) -> list[object]:
         """Return the driver's messages.
@@ -113,6 +115,13 @@ class _Launcher:
     def _tell(self, message: object) -> None:
         with contextlib.suppress(ChannelClosed):
             self._driver.send(message)  # pyright: ignore[reportArgumentType]
+
+
+def _blame_signal(ended: GangEnded) -> GangEnded:
+    """A gang that was stopped because somebody sent SIGTERM to its launcher did not stop as ordered."""
+    if ended.status != "stopped":
+        return ended
+    return replace(ended, status="failed", diagnosis=asdict(diagnose_lost_launcher(-signal.SIGTERM)))
 
 
 def _redirect(log: str) -> None:

@@ -26,6 +26,7 @@ from prefect_torch_elastic.errors import NonRetryable, TransferError
 from prefect_torch_elastic.node import processes, ranklog
 from prefect_torch_elastic.rankstate import RankState
 
+REPORTED_CHARACTERS = 20_000
 HOLD_SECONDS = 2.0
 _OUR_FRAMES = os.path.dirname(os.path.abspath(__file__))
 
@@ -165,8 +166,9 @@ def _write_result(order: RankOrder, value: Any) -> None:
 
 def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
     text = _render_traceback(error)
-    sys.stdout.flush()
-    sys.stderr.write(text)
+    with contextlib.suppress(ValueError, OSError):  # user code may have closed them
+        sys.stdout.flush()
+        sys.stderr.write(text)
     path = f"{order.prefix}.error"
     try:
         parcel.write_parcel(Path(path), error, key=bytes.fromhex(order.secret))
@@ -175,8 +177,8 @@ def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
     record = ErrorRecord(
         stage=stage,
         exc_type=type(error).__name__,
-        exc_message=str(error),
-        traceback=text,
+        exc_message=_cut(_text_of(error)),
+        traceback=_cut(text),
         non_retryable=_is_non_retryable(error, order.non_retryable),
         raised_at=time.monotonic(),
         parcel=path,
@@ -185,6 +187,22 @@ def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
     temporary = target.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(record)))
     temporary.replace(target)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  (a `__str__` of user code)
+        return "<str() failed>"
+
+
+def _cut(text: str) -> str:
+    """Keep the start and the end: the text becomes part of a state, which Prefect sends to its API."""
+    if len(text) <= REPORTED_CHARACTERS:
+        return text
+    half = REPORTED_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[{left_out} characters left out, all of it is in the log of the rank]\n{text[-half:]}"
 
 
 def _is_non_retryable(error: BaseException, names: list[str]) -> bool:

@@ -139,6 +139,7 @@ class _WatchingBackend(C10dRendezvousBackend):
 class WatchingRendezvous(DynamicRendezvousHandler):
     """torch's c10d rendezvous that also reports nodes which are gone."""
 
+    first_call_seconds = last_call_seconds = 1.0
     _world_size = 0
     _joined_round = 0
 
@@ -150,6 +151,9 @@ class WatchingRendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
+        self._state_holder.sync()
+        is_first = self._state_holder.state.round == 0
+        compat.set_last_call(self, self.first_call_seconds if is_first else self.last_call_seconds)
         info = super().next_rendezvous()
         self._world_size, self._joined_round = info.world_size, self._state_holder.state.round
         return info
@@ -180,6 +184,7 @@ def join_rendezvous(
     max_nodes: int,
     address: str,
     timeout_seconds: float,
+    first_call_seconds: float,
     last_call_seconds: float,
 ) -> WatchingRendezvous:
     """Return the handler of one node.
@@ -191,7 +196,8 @@ def join_rendezvous(
         max_nodes: Nodes at which the round starts at once.
         address: This node's own address; no two nodes may be equal in address, pid and count.
         timeout_seconds: How long to wait for `min_nodes`.
-        last_call_seconds: How long to wait for more than `min_nodes`.
+        first_call_seconds: How long to wait for more than `min_nodes` when the gang is formed.
+        last_call_seconds: The same in later rounds, when survivors wait to go on.
     """
     backend = _WatchingBackend(store, run_id, min_nodes=min_nodes, lost_seconds=LOST_SECONDS)
     handler = WatchingRendezvous.from_backend(
@@ -201,11 +207,10 @@ def join_rendezvous(
         min_nodes,
         max_nodes,
         address,
-        RendezvousTimeout(
-            join=timedelta(seconds=timeout_seconds), last_call=timedelta(seconds=last_call_seconds)
-        ),
+        RendezvousTimeout(join=timedelta(seconds=timeout_seconds)),
         keep_alive_interval=BEAT_SECONDS,  # pyright: ignore[reportArgumentType]  (torch makes a timedelta of it)
         keep_alive_max_attempt=_NEVER,
     )
+    handler.first_call_seconds, handler.last_call_seconds = first_call_seconds, last_call_seconds
     compat.tune_rendezvous(handler)
     return handler

@@ -28,15 +28,23 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @pytest.fixture(scope="module")
-def driver(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+def shared_driver(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     folder = tmp_path_factory.mktemp("driver")
     with serve_driver(ScriptRunner(folder=folder), folder) as served:
         yield served
 
 
+@pytest.fixture
+def driver(shared_driver: Driver) -> Driver:
+    shared_driver.revive()
+    return shared_driver
+
+
 @pytest.fixture(autouse=True)
-def watched(driver: Driver, no_leftovers: None) -> None:
+def watched(driver: Driver, no_leftovers: None) -> Iterator[None]:
     """After every test nothing is left but the shared driver."""
+    yield
+    driver.end_unfinished()
 
 
 # ---------------------------------------------------------------- the flow's process is told to stop
