@@ -106,7 +106,7 @@ def _prepare(
     if pointless := fields_without_meaning_here(task.set_fields(), work_pool=None):
         names = ", ".join(f"`{name}`" for name in pointless if name != "gpu" or spec.gpu != 0)
         if names:
-            log.warning("The gang runs on this machine, where %s mean nothing. They were left out.", names)
+            log.warning("The gang runs on this machine: %s has no effect here.", names)
     flow = FlowRunContext.get()
     runner = flow.task_runner if flow else None
 

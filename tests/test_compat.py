@@ -302,6 +302,7 @@ def join(torch, monkeypatch):
             max_nodes=max_nodes,
             address="127.0.0.1",
             timeout_seconds=20.0,
+            first_call_seconds=0.2,
             last_call_seconds=0.2,
         )
         handlers.append(handler)

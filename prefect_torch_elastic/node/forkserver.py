@@ -27,6 +27,7 @@ from prefect_torch_elastic.wire import ChannelClosed, receive_request, send_requ
 
 _REPLY_SECONDS = 60.0
 _PRELOAD_SECONDS = 300.0
+_DYING_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 _CHILDREN_AT_ONCE = 64  # their open files travel in one message, and Linux takes at most 253 of those
 
@@ -202,11 +203,18 @@ def _serve(connection: socket.socket, owner: int) -> NoReturn:
     finally:
         for group in groups:
             processes.kill_group(group)
-        mark = os.environ.get(processes.MARK)
-        # a dead agent's descendants go to the launcher, which ends them; a dead launcher's to nobody
-        if mark and not processes.is_marked(os.getppid(), mark):
-            processes.kill_marked(mark)
+        _sweep_for_a_dead_launcher(owner)
         os._exit(code)
+
+
+def _sweep_for_a_dead_launcher(owner: int) -> None:
+    """A dead agent's descendants go to the launcher, which ends them; a dead launcher's to nobody."""
+    deadline = time.monotonic() + _DYING_SECONDS  # its files are closed before its children are handed on
+    while os.getppid() == owner and time.monotonic() < deadline:
+        time.sleep(0.001)
+    mark = os.environ.get(processes.MARK)
+    if mark and os.getppid() != owner and not processes.is_marked(os.getppid(), mark):
+        processes.kill_marked(mark)
 
 
 def _limit_threads() -> None:

@@ -277,7 +277,7 @@ class Gang:
             self._tell(
                 Notice(
                     level=logging.WARNING,
-                    text=f"{diagnosis.summary} The ranks start again: {decision_reason}.",
+                    text=f"{diagnosis.summary.rstrip('.')}. The ranks start again: {decision_reason}.",
                 )
             )
             self._announce(Verdict(round=number, action="restart", restart_count=self._restarts))

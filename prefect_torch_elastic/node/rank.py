@@ -26,7 +26,8 @@ from prefect_torch_elastic.errors import NonRetryable, TransferError
 from prefect_torch_elastic.node import processes, ranklog
 from prefect_torch_elastic.rankstate import RankState
 
-REPORTED_CHARACTERS = 20_000
+MESSAGE_CHARACTERS = 2_000
+TRACEBACK_CHARACTERS = 20_000
 HOLD_SECONDS = 2.0
 _OUR_FRAMES = os.path.dirname(os.path.abspath(__file__))
 
@@ -177,8 +178,8 @@ def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
     record = ErrorRecord(
         stage=stage,
         exc_type=type(error).__name__,
-        exc_message=_cut(_text_of(error)),
-        traceback=_cut(text),
+        exc_message=_cut(_text_of(error), MESSAGE_CHARACTERS),
+        traceback=_cut(text, TRACEBACK_CHARACTERS),
         non_retryable=_is_non_retryable(error, order.non_retryable),
         raised_at=time.monotonic(),
         parcel=path,
@@ -196,13 +197,13 @@ def _text_of(error: BaseException) -> str:
         return "<str() failed>"
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, limit: int) -> str:
     """Keep the start and the end: the text becomes part of a state, which Prefect sends to its API."""
-    if len(text) <= REPORTED_CHARACTERS:
+    if len(text) <= limit:
         return text
-    half = REPORTED_CHARACTERS // 2
-    left_out = len(text) - 2 * half
-    return f"{text[:half]}\n[{left_out} characters left out, all of it is in the log of the rank]\n{text[-half:]}"
+    half = limit // 2
+    gap = f"[{len(text) - 2 * half} characters left out, see the log of the rank]"
+    return f"{text[:half]}\n{gap}\n{text[-half:]}"
 
 
 def _is_non_retryable(error: BaseException, names: list[str]) -> bool:

@@ -152,7 +152,8 @@ class WatchingRendezvous(DynamicRendezvousHandler):
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
         self._state_holder.sync()
-        is_first = self._state_holder.state.round == 0
+        state = self._state_holder.state
+        is_first = state.round == 0 and not state.complete and not self._world_size
         compat.set_last_call(self, self.first_call_seconds if is_first else self.last_call_seconds)
         info = super().next_rendezvous()
         self._world_size, self._joined_round = info.world_size, self._state_holder.state.round
@@ -184,8 +185,8 @@ def join_rendezvous(
     max_nodes: int,
     address: str,
     timeout_seconds: float,
-    first_call_seconds: float,
     last_call_seconds: float,
+    first_call_seconds: float | None = None,
 ) -> WatchingRendezvous:
     """Return the handler of one node.
 
@@ -196,8 +197,8 @@ def join_rendezvous(
         max_nodes: Nodes at which the round starts at once.
         address: This node's own address; no two nodes may be equal in address, pid and count.
         timeout_seconds: How long to wait for `min_nodes`.
-        first_call_seconds: How long to wait for more than `min_nodes` when the gang is formed.
-        last_call_seconds: The same in later rounds, when survivors wait to go on.
+        last_call_seconds: How long to wait for more than `min_nodes`.
+        first_call_seconds: The same for the first round, where nobody is held up yet.
     """
     backend = _WatchingBackend(store, run_id, min_nodes=min_nodes, lost_seconds=LOST_SECONDS)
     handler = WatchingRendezvous.from_backend(
@@ -211,6 +212,7 @@ def join_rendezvous(
         keep_alive_interval=BEAT_SECONDS,  # pyright: ignore[reportArgumentType]  (torch makes a timedelta of it)
         keep_alive_max_attempt=_NEVER,
     )
-    handler.first_call_seconds, handler.last_call_seconds = first_call_seconds, last_call_seconds
+    handler.last_call_seconds = last_call_seconds
+    handler.first_call_seconds = last_call_seconds if first_call_seconds is None else first_call_seconds
     compat.tune_rendezvous(handler)
     return handler

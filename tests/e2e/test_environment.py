@@ -374,7 +374,7 @@ def test_three_gangs_run_at_once_beside_foreign_listeners_c019(prefect_server: s
             total //= 2
         return int(total)
 
-    @flow(task_runner=ThreadPoolTaskRunner(max_workers=3))  # pyright: ignore[reportArgumentType]
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=3))  # pyright: ignore[reportArgumentType,reportCallIssue]
     def main():
         return [future.result() for future in train.map([1, 2, 3])]
 
@@ -411,6 +411,51 @@ if __name__ == "__main__":
         running = [run_script.start(script) for _ in range(2)]
         results = [script.wait(60) for script in running]
     assert [(result.rc, "total 4" in result.stdout) for result in results] == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_has_workers_of_its_own_in_a_rank(in_flow: LiveFlow, method: str):
+    @elastic_task(nproc_per_node=2, max_restarts=0)
+    def train():
+        import torch
+
+        loader = torch.utils.data.DataLoader(
+            torch.arange(8),  # pyright: ignore[reportArgumentType]
+            batch_size=2,
+            num_workers=1,
+            multiprocessing_context=method,
+        )
+        return [batch.tolist() for batch in loader]
+
+    before = set(os.listdir("/dev/shm"))
+    assert in_flow(train) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_exit_handlers_of_the_function_run(in_flow: LiveFlow, note: Note, notes: Path):
+    @elastic_task(nproc_per_node=2)
+    def train():
+        import atexit
+
+        atexit.register(note, "saved")
+
+    in_flow(train)
+    assert notes.read_text().split() == ["saved", "saved"]
+
+
+def test_launchers_of_other_environments_do_not_pile_up(in_flow: LiveFlow, monkeypatch: pytest.MonkeyPatch):
+    from prefect_torch_elastic import local
+
+    monkeypatch.setattr(local, "MOST_IDLE", 1)
+
+    @elastic_task(nproc_per_node=2)
+    def train():
+        return os.environ["EPOCH"]
+
+    for epoch in ("0", "1"):
+        assert in_flow(train.with_options(env={"EPOCH": epoch})) == epoch
+    children = psutil.Process().children()
+    assert sum("prefect_torch_elastic.node" in " ".join(child.cmdline()) for child in children) == 1
 
 
 def test_cold_start_makes_no_difference_to_the_function(in_flow: LiveFlow, read_logs: Callable[..., Any]):

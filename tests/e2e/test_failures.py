@@ -244,6 +244,40 @@ def test_cause_is_none_when_the_exception_cannot_be_pickled(in_flow: LiveFlow):
     assert "disk is gone" in str(error).splitlines()[0]
 
 
+def test_huge_message_is_cut_in_the_state_and_whole_in_the_log(in_flow: LiveFlow):
+    @elastic_task(nproc_per_node=1, max_restarts=0)
+    def train():
+        raise ValueError("x" * 3_000_000)
+
+    state = in_flow(lambda: train(return_state=True))
+    error = failure_of(state)
+    assert str(error).startswith("rank 0 failed: ValueError: xxx")
+    assert len(state.message) < 50_000
+    assert "characters left out" in str(error)
+    assert log_of(error).read_text().count("x") > 3_000_000
+
+
+@pytest.mark.parametrize("obstacle", ["closed streams", "a broken __str__"])
+def test_exception_is_reported_whatever_the_function_did(in_flow: LiveFlow, obstacle: str):
+    @elastic_task(nproc_per_node=1, max_restarts=0)
+    def train():
+        import sys
+
+        class OddError(Exception):
+            def __str__(self) -> str:
+                if obstacle == "a broken __str__":
+                    raise RuntimeError
+                return "odd"
+
+        if obstacle == "closed streams":
+            sys.stdout.close()
+            sys.stderr.close()
+        raise OddError
+
+    error = failure_of(in_flow(lambda: train(return_state=True)))
+    assert (error.exc_type, error.category) == ("OddError", "UserError")
+
+
 def test_keyboard_interrupt_of_a_rank_does_not_interrupt_the_flow(in_flow: LiveFlow):
     @elastic_task(nproc_per_node=2, max_restarts=0)
     def train():

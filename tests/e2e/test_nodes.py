@@ -294,7 +294,8 @@ def main():
     except GangFailed as error:
         first = str(error).splitlines()[0]
         return (
-            first, error.rank, error.node_rank, error.category, repr(error.__cause__), error.diagnosis.victims,
+            first, error.rank, error.node_rank, error.category, repr(error.__cause__),
+            error.diagnosis.victims,
             time.monotonic() - started,
         )
 

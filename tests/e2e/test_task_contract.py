@@ -50,7 +50,7 @@ def test_task_runs_in_threads_of_sync_flows_c012(
 ):
     train = make_train()
 
-    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))  # pyright: ignore[reportArgumentType]
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))  # pyright: ignore[reportArgumentType,reportCallIssue]
     def main() -> Any:
         direct = train(1)
         submitted = train.submit(2)
@@ -74,7 +74,7 @@ async def test_task_runs_in_async_flows_c012_c017(prefect_server: str, no_leftov
         await asyncio.sleep(0)
         return x * get_context().world_size
 
-    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))  # pyright: ignore[reportArgumentType]
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))  # pyright: ignore[reportArgumentType,reportCallIssue]
     async def main() -> Any:
         direct = train(1)
         awaited = await train_async(2)
@@ -188,6 +188,42 @@ def test_hooks_run_names_and_tags_are_those_of_a_task(in_flow: LiveFlow):
     in_flow(lambda: train("bad", return_state=True))
     assert seen == ["completed pretrain-7b", "failed pretrain-bad"]
     assert (train.name, train.tags) == ("pretrain", {"gpu"})
+
+
+@pytest.mark.parametrize(
+    ("run_key", "words"),
+    [("{size}", "`{steps}`"), ("{0}", "`{steps}`"), (" ", "empty")],
+    ids=["unknown", "position", "empty"],
+)
+def test_run_key_that_cannot_be_made_is_refused_when_the_task_runs(
+    in_flow: LiveFlow, run_key: str, words: str
+):
+    @elastic_task(nproc_per_node=1, retries=2, run_key=run_key)
+    def train(steps: int) -> None: ...
+
+    error = in_flow(lambda: train(3, return_state=True)).result(raise_on_failure=False)
+    assert isinstance(error, SpecError)
+    assert f"`run_key={run_key!r}`" in str(error)
+    assert words in str(error)
+
+
+def test_run_key_may_be_a_template_or_a_callable(in_flow: LiveFlow):
+    @elastic_task(nproc_per_node=1, run_key=lambda steps, **_: f"run/{steps}")
+    def train(steps: int, lr: float = 0.5) -> str:
+        return get_context().run_key
+
+    assert in_flow(lambda: train(3)) == "run/3"
+    assert in_flow(lambda: train.with_options(run_key="of {steps} at {lr}")(3)) == "of 3 at 0.5"
+
+
+def test_task_runs_inside_another_task(in_flow: LiveFlow):
+    train = make_train()
+
+    @task
+    def outer() -> int:
+        return train(3)
+
+    assert in_flow(outer) == 6
 
 
 # ---------------------------------------------------------------- with_options, wrapping, pickling
@@ -336,7 +372,7 @@ def test_elastic_task_above_what_cannot_run_in_a_gang_is_refused_c017():
         (task(generator), "generator `generator`"),
         (Model, "class `Model`"),
         (staticmethod(plain), "`@staticmethod`"),
-        (classmethod(plain), "`@classmethod`"),
+        (classmethod(plain), "`@classmethod`"),  # pyright: ignore[reportArgumentType]
     ]
     for thing, words in refused:
         with pytest.raises(TypeError, match=words):
