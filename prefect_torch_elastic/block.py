@@ -91,7 +91,7 @@ class TorchElastic(Block):
         description="More settings of torch's rendezvous, passed through.",
     )
     monitor_interval_seconds: float = Field(
-        default=0.5,
+        default=0.1,
         title="Monitor interval (s)",
         description="How often the agent looks at its ranks; a death it sees at once.",
     )

@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from prefect_torch_elastic.attempts import Action, decide_attempt
 from prefect_torch_elastic.diagnosis import diagnose_run_timeout, parse_diagnosis, render_failure
 from prefect_torch_elastic.errors import GangFailed, GangTimedOut, SpecError, TransferError
 from prefect_torch_elastic.local import GangCancelled, launcher_environment, pool, run_gang
+from prefect_torch_elastic.narration import Narrator
 from prefect_torch_elastic.runfolder import (
     STORE_VARIABLE,
     AttemptFolder,
@@ -34,12 +34,10 @@ from prefect_torch_elastic.spec import (
     Spec,
     fields_without_meaning_here,
     render_budgets,
-    render_worst_case_wait,
 )
-from prefect_torch_elastic.wire import GangEnded, LogLines, Message, Notice, Progress, RanksStarted, RunGang
+from prefect_torch_elastic.wire import GangEnded, RunGang
 
 LARGE_CALL_BYTES = 256 << 20
-PROGRESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +188,11 @@ def _run_attempt(call: _Call, folder: AttemptFolder) -> tuple[GangEnded, bytes]:
     )
     clean = False
     try:
-        listener = _Listener(call, folder)
+        narrator = Narrator(call.log, spec, folder=folder.path)
         ended = run_gang(
             launcher,
             order,
-            listen=listener,
+            listen=narrator,
             cancelled=call.cancelled,
             grace_seconds=spec.grace_seconds,
         )
@@ -265,79 +263,6 @@ def _failure(ended: GangEnded, secret: bytes) -> Exception:
     failure = GangFailed(render_failure(diagnosis, restarts=ended.restarts), diagnosis)
     failure.__cause__ = cause
     return failure
-
-
-class _Listener:
-    """Writes what a gang says to the log of the task run."""
-
-    def __init__(self, call: _Call, folder: AttemptFolder) -> None:
-        self._call, self._folder, self._log = call, folder, call.log
-        self._said_where = False
-        self._progress_at, self._last = 0.0, (0.0, 0)
-
-    def __call__(self, message: Message) -> None:
-        match message:
-            case LogLines():
-                for level, text in message.lines:
-                    self._log.log(level, "[rank %s] %s", message.rank, text)
-            case Notice():
-                self._log.log(message.level, "%s", message.text)
-            case RanksStarted():
-                self._say_started(message)
-            case Progress():
-                self._say_progress(message)
-            case _:
-                pass
-
-    def _say_started(self, message: RanksStarted) -> None:
-        if message.note:
-            self._log.warning("%s", message.note)
-        how = "warm" if message.warm else "cold"
-        self._log.info(
-            "Node %s: %s of %s ranks started (%s). Pids %s.",
-            message.node,
-            len(message.ranks),
-            message.world_size,
-            how,
-            ", ".join(str(rank.pid) for rank in message.ranks),
-        )
-        if self._said_where:
-            return
-        self._said_where = True
-        self._log.info("The full logs of all ranks are in %s", self._folder.path)
-        if _uses_nccl(self._call.spec):
-            self._log.info(render_worst_case_wait(self._call.spec))
-
-    def _say_progress(self, message: Progress) -> None:
-        now = time.monotonic()
-        if message.step == self._last[1]:
-            return
-        finished = message.total_steps is not None and message.step >= message.total_steps
-        if now - self._progress_at < PROGRESS_SECONDS and not finished:
-            return
-        before_at, before_step = self._last
-        speed = (message.step - before_step) / (now - before_at) if before_at else 0.0
-        self._progress_at, self._last = now, (now, message.step)
-        total = f"/{message.total_steps}" if message.total_steps else ""
-        parts = [f"step {message.step}{total}"]
-        parts += [f"{name} {_short(value)}" for name, value in message.metrics.items()]
-        parts += [f"{speed:.3g} steps/s"] if speed > 0 else []
-        parts += [message.phase] if message.phase else []
-        self._log.info("%s", " · ".join(parts))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _uses_nccl(spec: Spec) -> bool:
-    settings = (
-        spec.nccl_collective_timeout_seconds,
-        spec.nccl_heartbeat_timeout_seconds,
-        spec.nccl_async_error_handling,
-        spec.nccl_enable_monitoring,
-    )
-    return Path("/dev/nvidiactl").exists() or any(value is not None for value in settings)
 
 
 def _retries() -> int:

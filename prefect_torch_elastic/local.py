@@ -57,6 +57,7 @@ class Launcher:
     channel: Channel
     mark: str
     key: tuple[Any, ...]
+    log: Path
 
     @property
     def alive(self) -> bool:
@@ -72,10 +73,10 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            self._sweep()
-
-    def _sweep(self) -> None:
-        processes.kill_marked(self.mark)
+            processes.kill_marked(self.mark)
+        with suppress(OSError):
+            if not self.log.stat().st_size:
+                self.log.unlink()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,7 +177,7 @@ def start_launcher(environment: Mapping[str, str], *, key: tuple[Any, ...], log:
             start_new_session=True,
         )
     theirs.close()
-    return Launcher(process, Channel(ours), mark, key)
+    return Launcher(process, Channel(ours), mark, key, log)
 
 
 def run_gang(

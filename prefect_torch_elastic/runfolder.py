@@ -37,7 +37,7 @@ class AttemptFolder:
 
     @property
     def launcher_log(self) -> Path:
-        """What launcher and agents said."""
+        """What the launcher that was started for this attempt said, and its agents; later gangs share it."""
         return self.path / "launcher.log"
 
     def tidy(self) -> None:
@@ -45,7 +45,7 @@ class AttemptFolder:
         patterns = ("call", "call.*.tmp", "node-*/*.result", "node-*/*.error", "node-*/*.tmp")
         for parcel in [file for pattern in patterns for file in self.path.glob(pattern)]:
             parcel.unlink(missing_ok=True)
-        for file in [self.launcher_log, *self.path.glob("node-*/*.stacks")]:
+        for file in self.path.glob("node-*/*.stacks"):
             with suppress(OSError):
                 if not file.stat().st_size:
                     file.unlink()

@@ -82,7 +82,7 @@ class Spec:
     rdzv_configs: dict[str, str | int | float | bool] = field(
         default_factory=dict[str, "str | int | float | bool"]
     )
-    monitor_interval_seconds: float = 0.5
+    monitor_interval_seconds: float = 0.1
     start_method: Literal["warm", "spawn"] = "warm"
     preload: list[str] = field(default_factory=list[str])
     # budgets

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import threading
 import time
 import uuid
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -64,9 +66,12 @@ def test_prefect_task_remembers_the_cache_policy_that_was_given():
     from prefect.cache_policies import INPUTS
     from prefect.utilities.annotations import NotSet
 
-    assert compat.user_cache_policy(task(lambda: 1)) is NotSet
-    assert compat.user_cache_policy(task(lambda: 1, cache_policy=INPUTS)) is INPUTS
-    assert compat.user_cache_policy(task(lambda: 1).with_options(cache_policy=INPUTS)) is INPUTS
+    def train():
+        return 1
+
+    assert compat.user_cache_policy(task(train)) is NotSet
+    assert compat.user_cache_policy(task(cache_policy=INPUTS)(train)) is INPUTS
+    assert compat.user_cache_policy(task(train).with_options(cache_policy=INPUTS)) is INPUTS
 
 
 def test_prefect_asks_a_function_for_its_code_from_its_own_module():
@@ -202,7 +207,7 @@ def test_torch_agent_has_no_abstract_method_that_we_lack(torch):
     assert SimpleElasticAgent.__abstractmethods__ == set(AGENT_METHODS) - {"_rendezvous"}
 
 
-def run_scripted_agent(results):
+def run_scripted_agent(results: list[tuple[str, int | None]]) -> list[object]:
     """Run torch's loop with an agent whose monitor answers from a list; return what was called."""
     from torch.distributed.elastic.agent.server.api import (
         RunResult,
@@ -233,13 +238,13 @@ def run_scripted_agent(results):
         def _monitor_workers(self, worker_group):
             what, restarts = results.pop(0)
             if what == "signal":
-                raise SignalException("asked to stop", 15)  # pyright: ignore[reportArgumentType]
+                raise SignalException("asked to stop", signal.SIGTERM)
             if restarts is not None:
                 self._remaining_restarts = restarts
             failures = {0: ProcessFailure(0, 1, 1, "none")} if what == "FAILED" else {}
-            return RunResult(WorkerState[what], {0: None, 1: None}, failures)
+            return RunResult(WorkerState[what], return_values={0: None, 1: None}, failures=failures)
 
-        def _shutdown(self, death_sig=15, timeout=30):  # pyright: ignore
+        def _shutdown(self, death_sig: Any = 15, timeout=30):
             self.calls.append("shutdown")
 
     spec = WorkerSpec(
@@ -289,9 +294,9 @@ def join(torch, monkeypatch):
 
     from prefect_torch_elastic.node import rendezvous
 
-    monkeypatch.setattr(dynamic_rendezvous, "_delay", dynamic_rendezvous._delay)  # it is tuned, and restored
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(rendezvous, "LOST_SECONDS", 0.5)
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", vars(dynamic_rendezvous)["_delay"])  # restored after
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "LOST_SECONDS", 1.0)
     handlers = []
 
     def make(store, *, min_nodes=1, max_nodes=2):
@@ -342,6 +347,14 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
+def test_torch_rendezvous_takes_another_last_call_for_its_next_round(join):
+    from prefect_torch_elastic.node.rendezvous import start_store
+
+    handler = join(start_store())
+    compat.set_last_call(handler, 2.5)
+    assert handler.settings.timeout.last_call == timedelta(seconds=2.5)
+
+
 def test_torch_rendezvous_has_the_fields_that_we_touch(join):
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -383,7 +396,7 @@ def test_torch_rendezvous_joins_two_nodes_in_less_than_a_second(join):
         pass
     assert time.monotonic() - started < 5  # 0.2 s on an idle machine, 1.3 s untuned
     assert [handler._world_size for handler in handlers] == [2, 2]
-    infos = [handler._bootstrap_store_info for handler in handlers]
+    infos: list[Any] = [handler._bootstrap_store_info for handler in handlers]
     assert {info.master_addr for info in infos} == {"127.0.0.1"}
     assert len({info.master_port for info in infos}) == 1
 

@@ -149,7 +149,7 @@ def test_tidy_leaves_logs_and_evidence_only(tmp_path):
     folder = AttemptFolder(number=1, path=tmp_path)
     node = tmp_path / "node-0"
     node.mkdir()
-    gone = ["call", "call.17.tmp", "launcher.log"]
+    gone = ["call", "call.17.tmp"]
     gone += [
         "node-0/rank-0.result",
         "node-0/rank-1.error",

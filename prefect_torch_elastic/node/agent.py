@@ -197,7 +197,7 @@ class NodeAgent(SimpleElasticAgent):
     # ------------------------------------------------------------ watch
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self.ranks.pump(TICK_SECONDS):
+        if not self.ranks.pump(self._spec.monitor_interval_seconds):
             self.ranks.look_after()
         self.ranks.send_logs()
         self._raise_if_stopped()
