@@ -116,6 +116,7 @@ class LauncherPool:
                     self._idle.remove(entry)
                     if entry.launcher.alive:
                         return entry.launcher
+                    entry.launcher.close()
         return start_launcher(environment, key=key, log=log)
 
     def release(self, launcher: Launcher, *, owner: object | None) -> None:

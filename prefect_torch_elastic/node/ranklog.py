@@ -91,5 +91,9 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _patch(module: ModuleType) -> None:
-    module.get_run_logger = get_rank_logger  # pyright: ignore[reportAttributeAccessIssue]
+def _patch(loggers: ModuleType) -> None:
+    """Replace the function wherever Prefect holds it: its packages hand it on under their own names."""
+    original: Any = vars(loggers)["get_run_logger"]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "prefect" and vars(module).get("get_run_logger") is original:
+            vars(module)["get_run_logger"] = get_rank_logger

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
+from tests.conftest import ScriptRunner
+from tests.gangs import Driver, serve_driver
 from tests.leftovers import describe, kill, our_files, our_processes
 
 if TYPE_CHECKING:
@@ -132,3 +134,25 @@ def fetch_logs(state: State[Any], *, has: str = "", timeout_seconds: float = 20.
         if any(has in line.message for line in lines) or time.monotonic() > deadline:
             return lines
         time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def shared_driver(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """A warm driver process that the tests of a file share, and may kill."""
+    folder = tmp_path_factory.mktemp("driver")
+    with serve_driver(ScriptRunner(folder=folder), folder) as served:
+        yield served
+
+
+@pytest.fixture
+def awake_driver(shared_driver: Driver) -> Driver:
+    """The shared driver, started again if a test has ended it."""
+    shared_driver.revive()
+    return shared_driver
+
+
+@pytest.fixture
+def driver(awake_driver: Driver, no_leftovers: None) -> Iterator[Driver]:
+    """The shared driver; after the test nothing else may be left."""
+    yield awake_driver
+    awake_driver.end_unfinished()

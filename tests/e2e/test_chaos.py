@@ -9,15 +9,13 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.conftest import ScriptRunner
-from tests.gangs import Driver, GangProcesses, Job, find_gang, kill, serve_driver, wait_until
+from tests.gangs import Driver, GangProcesses, Job, find_gang, kill, wait_until
 from tests.leftovers import describe, our_files, our_processes
 
 VICTIMS = ("rank", "agent", "fork server", "launcher", "driver")
@@ -54,8 +52,6 @@ def main():
 
 RESULT = main()
 """
-
-pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,27 +96,20 @@ def plan_kills(seed: int, count: int) -> list[Kill]:
     ]
 
 
-@pytest.fixture(scope="module")
-def driver(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    folder = tmp_path_factory.mktemp("driver")
-    with serve_driver(ScriptRunner(folder=folder), folder) as served:
-        yield served
-
-
 @pytest.fixture
 def seed() -> int:
     return int(os.environ.get("PTE_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
 
 
 @pytest.mark.timeout(120)
-def test_some_random_kills_leave_the_right_outcome_and_nothing_else(driver, seed):
-    run_chaos(driver, seed, count=6)
+def test_some_random_kills_leave_the_right_outcome_and_nothing_else(shared_driver, seed):
+    run_chaos(shared_driver, seed, count=6)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
-def test_many_random_kills_leave_the_right_outcome_and_nothing_else(driver, seed):
-    run_chaos(driver, seed, count=int(os.environ.get("PTE_CHAOS_KILLS", "50")))
+def test_many_random_kills_leave_the_right_outcome_and_nothing_else(shared_driver, seed):
+    run_chaos(shared_driver, seed, count=int(os.environ.get("PTE_CHAOS_KILLS", "50")))
 
 
 def run_chaos(driver: Driver, seed: int, *, count: int) -> None:

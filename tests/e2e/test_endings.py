@@ -1,50 +1,26 @@
-"""Every process of a gang has an owner that ends it, whoever dies and however the task ends."""
+"""A task that is stopped, times out or ends takes its gang with it and leaves its process as it was."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from tests.conftest import RunningScript, ScriptRunner
 from tests.gangs import (
-    Driver,
-    Job,
     find_gang,
     kill,
     lives,
     read_marks,
-    serve_driver,
     wait_until_gone,
     write_script,
 )
 
 MARGIN_SECONDS = 5.0  # the contract: everything is gone by the grace + 5 s
-
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(scope="module")
-def shared_driver(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    folder = tmp_path_factory.mktemp("driver")
-    with serve_driver(ScriptRunner(folder=folder), folder) as served:
-        yield served
-
-
-@pytest.fixture
-def driver(shared_driver: Driver) -> Driver:
-    shared_driver.revive()
-    return shared_driver
-
-
-@pytest.fixture(autouse=True)
-def watched(driver: Driver, no_leftovers: None) -> Iterator[None]:
-    """After every test nothing is left but the shared driver."""
-    yield
-    driver.end_unfinished()
 
 
 # ---------------------------------------------------------------- the flow's process is told to stop
@@ -74,20 +50,26 @@ main()
 """
 
 
+@pytest.fixture
 def start_sleepers(
-    run_script: ScriptRunner, folder: Path, *, grace: float, stubborn: bool = True, call: str = "train()"
-) -> tuple[RunningScript, list[int]]:
-    """Start a flow whose gang sleeps, and return it with all pids below it once the ranks run."""
-    text = SLEEPERS.format(grace=grace, stubborn=stubborn, call=call)
-    script = run_script.start(write_script(text, folder))
-    try:
-        ranks = read_marks(folder, "rank-0-*", 2)
-    except pytest.fail.Exception:
-        print(script.stderr)
-        raise
-    gang = find_gang(ranks)
-    children = read_marks(folder, "child-0-*", 6)
-    return script, [*ranks, *gang.agents, *gang.servers, gang.launcher, *children]
+    prefect_server: str, no_leftovers: None, run_script: ScriptRunner, tmp_path: Path
+) -> Callable[..., tuple[RunningScript, list[int]]]:
+    """`start_sleepers(grace=...)` starts a flow whose gang sleeps; its marks go to `tmp_path`.
+
+    It returns the flow's script and all pids below it once the ranks run, rank 0's first.
+    """
+
+    def start(
+        *, grace: float, stubborn: bool = True, call: str = "train()"
+    ) -> tuple[RunningScript, list[int]]:
+        text = SLEEPERS.format(grace=grace, stubborn=stubborn, call=call)
+        script = run_script.start(write_script(text, tmp_path))
+        ranks = read_marks(tmp_path, "rank-0-*", 2)
+        gang = find_gang(ranks)
+        children = read_marks(tmp_path, "child-0-*", 6)
+        return script, [*ranks, *gang.agents, *gang.servers, gang.launcher, *children]
+
+    return start
 
 
 def read_states(folder: Path) -> tuple[str, list[str]]:
@@ -97,7 +79,7 @@ def read_states(folder: Path) -> tuple[str, list[str]]:
 
     flow_run_id = (folder / "flow").read_text()
     with get_client(sync_client=True) as client:
-        flow_run = client.read_flow_run(flow_run_id)
+        flow_run = client.read_flow_run(UUID(flow_run_id))
         task_runs = client.read_task_runs(
             flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
         )
@@ -107,8 +89,10 @@ def read_states(folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("call", ["train()", "train.submit().result()"], ids=["call", "submit"])
-def test_sigterm_ends_ranks_that_ignore_it_after_the_grace_c015(run_script, tmp_path, call):
-    script, pids = start_sleepers(run_script, tmp_path, grace=5, call=call)
+def test_sigterm_ends_ranks_that_ignore_it_after_the_grace_c015(
+    prefect_server, no_leftovers, run_script, tmp_path, call
+):
+    script, pids = start_sleepers(grace=5, call=call)
     kill(script.process.pid, signal.SIGTERM)
     seconds = wait_until_gone(pids, 5 + MARGIN_SECONDS)
     assert seconds > 4.0, "a rank that ignores SIGTERM has the whole grace"
@@ -119,8 +103,10 @@ def test_sigterm_ends_ranks_that_ignore_it_after_the_grace_c015(run_script, tmp_
     assert "SignalException" not in script.stderr
 
 
-def test_sigterm_ends_ranks_without_a_handler_at_once_c015(run_script, tmp_path):
-    script, pids = start_sleepers(run_script, tmp_path, grace=60, stubborn=False)
+def test_sigterm_ends_ranks_without_a_handler_at_once_c015(
+    prefect_server, no_leftovers, run_script, tmp_path
+):
+    script, pids = start_sleepers(grace=60, stubborn=False)
     kill(script.process.pid, signal.SIGTERM)
     wait_until_gone(pids, MARGIN_SECONDS)
     assert script.wait(20).rc == -signal.SIGTERM
@@ -129,24 +115,24 @@ def test_sigterm_ends_ranks_without_a_handler_at_once_c015(run_script, tmp_path)
     assert "FAILED" not in task_states
 
 
-def test_sighup_of_the_flow_process_ends_the_gang_c015(run_script, tmp_path):
-    script, pids = start_sleepers(run_script, tmp_path, grace=2)
+def test_sighup_of_the_flow_process_ends_the_gang_c015(start_sleepers, tmp_path):
+    script, pids = start_sleepers(grace=2)
     kill(script.process.pid, signal.SIGHUP)
     wait_until_gone(pids, 2 + MARGIN_SECONDS)
     assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("call", ["train()", "train.submit().result()"], ids=["call", "submit"])
-def test_ctrl_c_ends_the_gang_and_crashes_the_run(run_script, tmp_path, call):
-    script, pids = start_sleepers(run_script, tmp_path, grace=60, stubborn=False, call=call)
+def test_ctrl_c_ends_the_gang_and_crashes_the_run(start_sleepers, tmp_path, call):
+    script, pids = start_sleepers(grace=60, stubborn=False, call=call)
     kill(script.process.pid, signal.SIGINT)
     wait_until_gone(pids, MARGIN_SECONDS)
     assert script.wait(20).rc != 0
     assert read_states(tmp_path)[0] in {"CRASHED", "CANCELLED"}
 
 
-def test_second_ctrl_c_cuts_the_grace(run_script, tmp_path):
-    script, pids = start_sleepers(run_script, tmp_path, grace=60)
+def test_second_ctrl_c_cuts_the_grace(start_sleepers, tmp_path):
+    script, pids = start_sleepers(grace=60)
     kill(script.process.pid, signal.SIGINT)
     read_marks(tmp_path, "saved", 1)
     time.sleep(1.0)
@@ -156,14 +142,16 @@ def test_second_ctrl_c_cuts_the_grace(run_script, tmp_path):
     assert script.wait(20).rc != 0
 
 
-def test_kill_of_the_flow_process_leaves_nothing(run_script, tmp_path):
-    script, pids = start_sleepers(run_script, tmp_path, grace=2)
+def test_kill_of_the_flow_process_leaves_nothing(start_sleepers, tmp_path):
+    script, pids = start_sleepers(grace=2)
     kill(script.process.pid)
     wait_until_gone(pids, 2 + MARGIN_SECONDS)
 
 
-def test_kill_of_flow_process_and_launcher_at_once_leaves_nothing(run_script, tmp_path):
-    script, pids = start_sleepers(run_script, tmp_path, grace=2)
+def test_kill_of_flow_process_and_launcher_at_once_leaves_nothing(
+    prefect_server, no_leftovers, run_script, tmp_path
+):
+    script, pids = start_sleepers(grace=2)
     launcher = find_gang(pids[:2]).launcher
     for pid in (script.process.pid, launcher):
         kill(pid)
@@ -249,180 +237,6 @@ RESULT = main()
     message, seconds = driver.run(text)
     assert "run_timeout_seconds=2" in message
     assert 2.0 < seconds < 15.0
-
-
-# ---------------------------------------------------------------- somebody dies
-
-TRAINER = """
-@elastic_task(nproc_per_node=2, max_restarts={restarts}, grace_seconds=2)
-def train():
-    import torch
-    import torch.distributed as dist
-
-    context = get_context()
-    context.init_process_group()
-    if {children}:
-        start_children()
-    mark_rank()
-    generation = len(pids_of(f"start-*-{{context.rank}}"))
-    mark(f"start-{{generation}}-{{context.rank}}")
-    total = torch.zeros(1)
-    for step in range({steps}):
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        total += value
-        time.sleep(0.02)
-        if (FOLDER / "finish").exists():
-            total.fill_({steps} * 2)
-            done = torch.ones(1)
-            break
-    left = [pid for pid in pids_of("child-0-*") if lives(pid)] if context.restart_count else []
-    return int(total), context.restart_count, context.attempt, left, generation
-
-@flow
-def main():
-    return train()
-
-RESULT = main()
-"""
-
-
-def start_trainer(
-    driver: Driver, *, restarts: int = 1, children: bool = False, steps: int = 80
-) -> tuple[Job, list[int]]:
-    """Start a gang that runs `steps` all-reduces in 1.6 s or more, and return its job and ranks."""
-    job = driver.submit(TRAINER.format(restarts=restarts, children=children, steps=steps))
-    return job, job.pids("start-0-*", 2)
-
-
-def test_kill_of_an_agent_replaces_the_node_without_a_restart(driver):
-    job, ranks = start_trainer(driver, restarts=0, children=True)
-    gang, children = find_gang(ranks), job.pids("child-0-*", 6)
-    kill(gang.agents[0])
-    wait_until_gone([*ranks, *children, *gang.servers], MARGIN_SECONDS)
-    assert lives(gang.launcher)
-    total, restarts, attempt, _, generation = job.wait()
-    assert (total, restarts, attempt, generation) == (160, 0, 1, 1)
-
-
-def test_kill_of_the_fork_server_leaves_the_ranks_alone(driver):
-    job, ranks = start_trainer(driver, restarts=0)
-    for server in find_gang(ranks).servers:
-        kill(server)
-    total, restarts, attempt, _, generation = job.wait()
-    assert (total, restarts, attempt, generation) == (160, 0, 1, 0)
-
-
-def test_restart_after_the_fork_server_was_killed_starts_cold(driver):
-    job, ranks = start_trainer(driver)
-    for server in find_gang(ranks).servers:
-        kill(server)
-    kill(ranks[1])
-    total, restarts, attempt, _, generation = job.wait()
-    assert (total, restarts, attempt, generation) == (160, 1, 1, 1)
-
-
-def test_kill_of_the_launcher_forms_a_new_gang(driver):
-    job, ranks = start_trainer(driver, restarts=0, children=True)
-    gang, children = find_gang(ranks), job.pids("child-0-*", 6)
-    kill(gang.launcher)
-    wait_until_gone([*ranks, *children, *gang.agents, *gang.servers], MARGIN_SECONDS)
-    total, restarts, attempt, _, generation = job.wait()
-    assert (total, restarts, attempt, generation) == (160, 0, 2, 1)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_kill_of_a_rank_reaps_all_kinds_of_children_before_the_restart(driver, victim):
-    job, ranks = start_trainer(driver, children=True)
-    children = job.pids("child-0-*", 6)
-    kill(ranks[victim])
-    wait_until_gone([*ranks, *children], MARGIN_SECONDS)
-    total, restarts, attempt, left, _ = job.wait()
-    assert (total, restarts, attempt, left) == (160, 1, 1, [])
-
-
-def run_failing(driver: Driver, body: str, *, options: str = "max_restarts=0") -> tuple[str, str, float, int]:
-    """Run a body that fails in one rank; return the error's first line, its category, seconds and rank."""
-    text = f"""
-@elastic_task(nproc_per_node=2, {options})
-def train():
-    context = get_context()
-    mark_rank()
-{body}
-
-@flow
-def main():
-    started = time.monotonic()
-    try:
-        train()
-    except GangFailed as error:
-        return str(error).splitlines()[0], error.category, time.monotonic() - started, error.rank
-
-RESULT = main()
-"""
-    return driver.run(text)
-
-
-def test_exit_without_a_word_is_named_in_seconds(driver):
-    body = """
-    if context.rank == 1:
-        os._exit(0)
-    time.sleep(300)
-"""
-    message, category, seconds, rank = run_failing(driver, body)
-    assert (category, rank) == ("ExitedEarly", 1)
-    assert "exit code 0" in message
-    assert seconds < 15.0
-
-
-def test_stopped_rank_is_named_and_ended(driver):
-    body = """
-    import torch, torch.distributed as dist
-    context.init_process_group()
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(1))
-"""
-    message, category, seconds, rank = run_failing(driver, body)
-    assert (category, rank) == ("StoppedResponding", 1)
-    assert "SIGSTOP" in message
-    assert seconds < 25.0
-
-
-def test_thread_that_outlives_the_function_does_not_hold_the_gang(driver):
-    text = """
-@elastic_task(nproc_per_node=2)
-def train():
-    threading.Thread(target=time.sleep, args=(300,)).start()
-    return get_context().world_size
-
-@flow
-def main():
-    started = time.monotonic()
-    return train(), time.monotonic() - started
-
-RESULT = main()
-"""
-    value, seconds = driver.run(text)
-    assert value == 2
-    assert seconds < 20.0
-
-
-def test_children_that_outlive_the_function_are_ended(driver):
-    text = """
-@elastic_task(nproc_per_node=2)
-def train():
-    start_children()
-    return get_context().world_size
-
-@flow
-def main():
-    value = train()
-    return value, [pid for pid in pids_of("child-*") if lives(pid)], len(pids_of("child-*"))
-
-RESULT = main()
-"""
-    assert driver.run(text) == [2, [], 6]
 
 
 # ---------------------------------------------------------------- the flow's process is left as it was

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Collection
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.conftest import ScriptRunner
-from tests.gangs import Driver, Job, find_gang, kill, lives, serve_driver, wait_until, wait_until_gone
+from tests.gangs import Driver, Job, find_gang, kill, lives, wait_until, wait_until_gone
 
 BACK_SECONDS = 5.0  # the contract: survivors are in user code again after the loss of a node
-
-pytestmark = pytest.mark.usefixtures("prefect_server")
-
-
-@pytest.fixture(scope="module")
-def shared_driver(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
-    folder = tmp_path_factory.mktemp("driver")
-    with serve_driver(ScriptRunner(folder=folder), folder) as served:
-        yield served
-
-
-@pytest.fixture
-def driver(shared_driver: Driver) -> Driver:
-    shared_driver.revive()
-    return shared_driver
-
-
-@pytest.fixture(autouse=True)
-def watched(driver: Driver, no_leftovers: None) -> Iterator[None]:
-    """After every test nothing is left but the shared driver."""
-    yield
-    driver.end_unfinished()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +92,7 @@ def start_loop(driver: Driver, *, nnodes: object, world: int, nproc: int = 1, re
     return job
 
 
-def wait_for_world(job: Job, world: int, *, other_than: set[int] = frozenset()) -> tuple[list[int], float]:
+def wait_for_world(job: Job, world: int, *, other_than: Collection[int] = ()) -> tuple[list[int], float]:
     """Return the pids of living ranks once there are `world` of them in user code, and when the last came."""
     found: dict[int, float] = {}
 
@@ -151,13 +130,7 @@ def agent_with_rank(job: Job, ranks: list[int], number: int) -> int:
     raise AssertionError(f"rank {number} did not start")
 
 
-def now() -> float:
-    import time
-
-    return time.monotonic()
-
-
-def finish(job: Job) -> list[object]:
+def finish(job: Job) -> Any:
     (job.folder / "finish").write_text("")
     return job.wait()
 
@@ -169,7 +142,7 @@ def test_lost_node_is_replaced_without_a_restart(driver, victim, nproc):
     ranks, _ = wait_for_world(job, 2 * nproc)
     gang = find_gang(ranks)
     lost = agent_with_rank(job, ranks, victim * nproc)
-    killed_at = now()
+    killed_at = time.monotonic()
     kill(lost)
     again, back_at = wait_for_world(job, 2 * nproc, other_than=set(ranks))
     assert back_at - killed_at < BACK_SECONDS
@@ -181,7 +154,7 @@ def test_lost_node_is_replaced_without_a_restart(driver, victim, nproc):
 def test_survivors_go_on_without_the_lost_node_and_it_joins_again(driver):
     job = start_loop(driver, nnodes='"1:3"', world=3)
     ranks, _ = wait_for_world(job, 3)
-    killed_at = now()
+    killed_at = time.monotonic()
     kill(agent_with_rank(job, ranks, 1))
     again, back_at = wait_for_world(job, 3, other_than=set(ranks))
     assert back_at - killed_at < BACK_SECONDS + 2.0
@@ -211,7 +184,7 @@ def test_gang_ends_when_nodes_are_lost_again_and_again(driver):
         assert "lost" in answer_or_gang["error"]
 
 
-def wait_for_end_or_world(job: Job, *, other_than: set[int]) -> object:
+def wait_for_end_or_world(job: Job, *, other_than: set[int]) -> Any:
     answer = job.driver.jobs / f"{job.number}.answer"
     new: list[int] = []
 
@@ -232,7 +205,7 @@ def test_sleeping_node_is_left_behind_and_comes_back(driver):
     ranks, _ = wait_for_world(job, 2)
     asleep = agent_with_rank(job, ranks, 1)
     rank_asleep = next(rank for rank in ranks if psutil.Process(rank).ppid() == asleep)
-    stopped_at = now()
+    stopped_at = time.monotonic()
     for pid in (asleep, rank_asleep):
         kill(pid, signal.SIGSTOP)
     try:
@@ -386,7 +359,7 @@ RESULT = main()
 
 def test_nodes_that_do_not_come_end_the_gang_at_the_rendezvous_timeout(driver):
     text = """
-@elastic_task(nnodes=2, nproc_per_node=1, rdzv_timeout_seconds=3, max_restarts=0, max_attempts=1)
+@elastic_task(nnodes=2, nproc_per_node=1, rdzv_timeout_seconds=3, max_attempts=1, grace_seconds=0)
 def train():
     mark(f"start-0-{get_context().rank}")
     time.sleep(300)

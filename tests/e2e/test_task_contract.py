@@ -389,7 +389,7 @@ def test_method_of_an_object_runs_in_a_gang(in_flow: LiveFlow):
         def fit(self, x: int) -> int:
             return x * self.scale * get_context().world_size
 
-    assert in_flow(lambda: Trainer().fit(2)) == 12
+    assert in_flow(lambda: Trainer().fit(2)) == 12  # pyright: ignore[reportCallIssue]
 
 
 # ---------------------------------------------------------------- caching
