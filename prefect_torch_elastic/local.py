@@ -262,7 +262,18 @@ def launcher_environment(environment: Mapping[str, str], *, nproc_per_node: int 
     clean = without_stale_variables(environment)
     clean.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a gang on one machine is nobody else's business
     clean.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    clean["PYTHONPATH"] = os.pathsep.join(
-        part for part in (str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")) if part
-    )
+    if not _is_installed():
+        parts = (str(Path(__file__).parents[1]), environment.get("PYTHONPATH", ""))
+        clean["PYTHONPATH"] = os.pathsep.join(part for part in parts if part)
     return with_thread_limit(clean, nproc=1 if nproc_per_node == 1 else 2)
+
+
+def _is_installed() -> bool:
+    """Whether a fresh interpreter finds this package by itself; from a plain checkout it does not."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        distribution("prefect-torch-elastic")
+    except PackageNotFoundError:
+        return False
+    return True

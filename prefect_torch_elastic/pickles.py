@@ -123,7 +123,7 @@ def _make_pickler(stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]
             torch = sys.modules.get("torch")
             if torch is not None:
                 if isinstance(obj, torch.Tensor) and obj.device.type == "cuda":
-                    return obj.cpu().__reduce_ex__(5)
+                    return _reduce_cuda(torch, obj)
                 if type(obj) is torch.UntypedStorage and obj.device.type == "cpu":
                     return _storage_from, (pickle.PickleBuffer(_view(obj)),)
                 if type(obj) is torch.TypedStorage:
@@ -131,6 +131,13 @@ def _make_pickler(stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]
             return base.reducer_override(self, obj)
 
     return Pickler(stream, protocol=5, buffer_callback=keep)
+
+
+def _reduce_cuda(torch: Any, tensor: Any) -> Any:
+    """A CUDA tensor dies with its process; its values travel as a CPU tensor of the same kind."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter, (tensor.detach().cpu(), tensor.requires_grad)
+    return tensor.cpu().__reduce_ex__(5)
 
 
 def _view(storage: Any) -> Any:

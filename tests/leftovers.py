@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-MARK = "TORCH_ELASTIC_TEST_MARK"  # every process of a session inherits it, whatever its parent becomes
+MARK = "ELASTIC_TEST_MARK"  # every process of a session inherits it, whatever its parent becomes
 MODULE = "prefect_torch_elastic"
 TEMP_PREFIXES = ("prefect-torch-elastic", "prefect_torch_elastic", "pte-", "torchelastic", "torch_elastic")
 

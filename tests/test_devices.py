@@ -104,7 +104,9 @@ def test_gang_that_finds_too_few_gpus_is_told_who_has_them_c019(lease, run_scrip
     holder(run_script, "0,1", 1)
     with pytest.raises(SpecError) as refused:
         lease().acquire(["0", "1"], 2)
-    assert str(refused.value).startswith("asked for 2 GPUs, 1 of 2 are free (1); other gangs on this node hold 0.")
+    assert str(refused.value).startswith(
+        "asked for 2 GPUs, 1 of 2 are free (1); other gangs on this node hold 0."
+    )
 
 
 def test_gang_that_was_refused_holds_nothing(lease):

@@ -77,6 +77,7 @@ def test_children_belong_to_the_owner_and_lead_groups_of_their_own(owner):
         """
 def tell(spec, fds):
     os.write(fds[0], f"{os.getppid()} {os.getpgid(0)} {os.getpid()};".encode())
+    return 0
 """
         + START
         + """
@@ -103,6 +104,7 @@ def tell(spec, fds):
     target = [os.readlink(f"/proc/self/fd/{fd}") for fd in open_now if os.path.exists(f"/proc/self/fd/{fd}")]
     extra = [name for name in target if "socket" in name or "secret" in name]
     os.write(fds[0], json.dumps([dict(os.environ), os.getcwd(), [extra, len(open_now)]]).encode())
+    return 0
 """
         + f"""
 secret = open({str(tmp_path / "secret")!r}, "w")
@@ -127,6 +129,7 @@ def test_children_start_with_the_signals_of_a_fresh_process(owner):
 def tell(spec, fds):
     numbers = (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGINT)
     os.write(fds[0], json.dumps([str(signal.getsignal(number)) for number in numbers]).encode())
+    return 0
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGUSR1, lambda *_: None)
 """

@@ -331,13 +331,13 @@ def test_second_interrupt_ends_the_gang_at_once(played):
 def test_node_without_torch_names_the_extra(tmp_path, log):
     fake = tmp_path / "torch"
     fake.mkdir()
-    (fake / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    (fake / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     launcher = local.start_launcher(environment, key=(), log=log)
     try:
-        ended = run_gang(
-            launcher, ORDER, listen=lambda _: None, cancelled=lambda: False, grace_seconds=1.0
-        )
+        ended = run_gang(launcher, ORDER, listen=lambda _: None, cancelled=lambda: False, grace_seconds=1.0)
     finally:
         launcher.close()
     diagnosis = parse_diagnosis(ended.diagnosis)
@@ -363,7 +363,13 @@ def test_launcher_is_marked_in_a_session_of_its_own_and_sees_one_file_of_ours(lo
 
 
 def test_environment_of_a_launcher_places_it_in_no_other_gang_c021():
-    stale = {"RANK": "3", "MASTER_ADDR": "10.0.0.1", "PET_NNODES": "2", "TORCHELASTIC_RUN_ID": "x", "PTE_X": "1"}
+    stale = {
+        "RANK": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "PET_NNODES": "2",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PTE_X": "1",
+    }
     clean = launcher_environment({**stale, "PATH": "/bin"}, nproc_per_node=2)
     assert not clean.keys() & stale.keys()
     assert clean["PATH"] == "/bin"

@@ -84,7 +84,9 @@ def test_nothing_is_known_without_proc(tmp_path, monkeypatch):
     [
         pytest.param("0::/\n", {"memory.max": 2 * GIB}, 2 * GIB, id="pod"),
         pytest.param("0::/\n", {"memory.max": "max"}, None, id="no-limit"),
-        pytest.param("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": GIB}, GIB, id="of-the-slice-above"),
+        pytest.param(
+            "0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": GIB}, GIB, id="of-the-slice-above"
+        ),
         pytest.param("0::/a/b\n", {"a/b/memory.max": GIB, "a/memory.max": 4 * GIB}, GIB, id="smallest"),
         pytest.param("0::/../other\n", {"memory.max": GIB}, GIB, id="outside-the-namespace"),
         pytest.param(V1, {"memory/docker/abc/memory.limit_in_bytes": GIB}, GIB, id="version-1"),

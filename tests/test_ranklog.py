@@ -54,7 +54,9 @@ def test_line_has_a_level(line, level, text):
     [
         pytest.param("[W1129 18:31:00.123456789 socket.cpp:752] retry", logging.WARNING, id="torch-cpp"),
         pytest.param("[rank1]:[W1129 18:31:00.1 ProcessGroupNCCL.cpp:1] x", logging.WARNING, id="torch-rank"),
-        pytest.param("[rank0]:E1129 18:31:00.123000 99 torch/_dynamo.py:1] x", logging.ERROR, id="torch-python"),
+        pytest.param(
+            "[rank0]:E1129 18:31:00.123000 99 torch/_dynamo.py:1] x", logging.ERROR, id="torch-python"
+        ),
         pytest.param("W1129 18:31:00.123000 99 torch/run.py:1] x", logging.WARNING, id="glog"),
         pytest.param("I1129 18:31:00.123456 99 file.cc:12] x", logging.INFO, id="glog-info"),
         pytest.param("F1129 18:31:00.123456 99 file.cc:12] x", logging.CRITICAL, id="glog-fatal"),

@@ -7,7 +7,7 @@ The monotonic clock is the machine's, so the benchmark may subtract its own.
 import os
 import time
 
-import torch  # noqa: F401  (what is compared imports torch)
+import torch
 
 
 def first_line() -> None:
@@ -26,7 +26,7 @@ def first_line_and_wait() -> None:
 
 
 def first_line_and_meet(world_size: int) -> None:
-    """Write the line and go round in all-reduces; return once the gang was re-formed with `world_size` ranks."""
+    """Write the line and go round in all-reduces; return once the gang of `world_size` was formed again."""
     first_line()
     torch.distributed.init_process_group("gloo")
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a benchmark is taken: rounds of ours and of the peer in turn, medians, one JSON object for each result."""
+"""How a benchmark is taken: rounds of ours and of the peer in turn, medians, one JSON object a result."""
 
 from __future__ import annotations
 
