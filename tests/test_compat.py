@@ -224,7 +224,8 @@ def run_scripted_agent(results: list[tuple[str, int | None]]) -> list[object]:
         calls: list[object]
 
         def _rendezvous(self, worker_group):
-            super()._rendezvous(worker_group)
+            rendezvous: Any = super()._rendezvous  # wrapped for metrics, which hides its parameters
+            rendezvous(worker_group)
             self.calls.append("rendezvous")
 
         def _start_workers(self, worker_group):
@@ -451,7 +452,8 @@ def test_lone_rendezvous_gives_each_round_a_store_of_its_own(torch):
 
     handler = LoneRendezvous("run")
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
-    assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port
+    ports: list[Any] = [first.bootstrap_store_info, second.bootstrap_store_info]
+    assert ports[0].master_port != ports[1].master_port
     assert (second.rank, second.world_size, handler.round) == (0, 1, 2)
     assert handler.num_nodes_waiting() == 0
     assert not handler.is_closed()

@@ -19,6 +19,7 @@ from prefect_torch_elastic.diagnosis import (
     diagnose,
     diagnose_lost_launcher,
     diagnose_lost_node,
+    diagnose_run_timeout,
     diagnose_setup,
     parse_diagnosis,
     render_exit,
@@ -50,11 +51,11 @@ PEER_LOST = {
     ),
     "nccl-aborted": (
         "DistBackendError",
-        "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] found rank 0 gone",
+        "NCCL communicator was aborted on rank 1. Original reason for failure was: rank 0 is gone",
     ),
     "store-recv": (
         "DistNetworkError",
-        "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?",
     ),
     "store-refused": ("ConnectionRefusedError", "[Errno 111] Connection refused"),
 }
@@ -65,7 +66,7 @@ TIMEOUTS = {
     ),
     "gloo-pair": (
         "RuntimeError",
-        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Application timeout caused pair closure",
+        "[../gloo/transport/tcp/unbound_buffer.cc:81] Application timeout caused pair closure",
     ),
     "nccl": (
         "DistBackendError",
@@ -138,7 +139,7 @@ BY_CATEGORY = {
     ],
     Category.CALL_NOT_LOADABLE: [raised("ModuleNotFoundError", "No module named 'x'", stage="load")],
 }
-OF_OTHERS = {Category.SETUP_FAILED, Category.NODE_LOST, Category.LAUNCHER_LOST}
+OF_OTHERS = {Category.SETUP_FAILED, Category.NODE_LOST, Category.LAUNCHER_LOST, Category.TIMED_OUT}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,15 @@ def test_error_of_the_user_that_speaks_of_connections_is_no_peer_lost():
 def test_timeout_of_something_else_is_no_collective_timeout():
     verdict = diagnose([raised("RuntimeError", "download timed out after 30 s")])
     assert verdict.category is Category.USER_ERROR
+
+
+def test_rank_that_nccls_watchdog_ended_is_a_victim():
+    line = (
+        "[rank0]:[E1129 ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: Work"
+    )
+    ended = killed(0, signal=6, failed_at=9.0, last_lines=["step 3", line])
+    assert diagnose([ended, raised(failed_at=10.0)]).rank == 1
+    assert diagnose([ended, healthy(1)]).category is Category.COLLECTIVE_TIMEOUT
 
 
 # ---------------------------------------------------------------- words
@@ -328,11 +338,21 @@ def test_error_of_the_listed_kinds_ends_all_retries():
 # ---------------------------------------------------------------- verdicts on what is no rank
 
 
-def test_lost_node_is_named_and_is_infrastructure():
+def test_lost_node_is_named():
     verdict = diagnose_lost_node(1, reason="its agent died (SIGKILL)")
     assert verdict.summary == "node 1 was lost: its agent died (SIGKILL)."
     assert (verdict.category, verdict.node_rank, verdict.non_retryable) == (Category.NODE_LOST, 1, False)
-    assert verdict.category in INFRASTRUCTURE
+
+
+def test_run_that_took_too_long_names_the_field():
+    verdict = diagnose_run_timeout(90.5)
+    assert verdict.summary == "the gang ran longer than `run_timeout_seconds=90.5` and was stopped."
+    assert (verdict.category, verdict.rank) == (Category.TIMED_OUT, None)
+
+
+def test_setup_failure_that_may_pass_is_tried_again():
+    verdict = diagnose_setup("asked for 2 GPUs, 1 of 3 are free (0)", may_pass=True)
+    assert not verdict.non_retryable
 
 
 def test_setup_failure_is_never_tried_again():
@@ -371,7 +391,7 @@ def test_failure_text_has_traceback_and_log():
         "Mend the function where the traceback points and run the task again.",
         "It was restarted 2 times before.",
         "",
-        "Traceback of rank 1:",
+        "On rank 1:",
         "Traceback",
         "  train.py, line 3",
         "",

@@ -1,4 +1,4 @@
-"""The warm start: children are the owner's, end with exact codes, and nothing of the server clings to them."""
+"""The warm start: children are the owner's, end with exact codes, and keep nothing of the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ find = forkserver._find_target
 forkserver._find_target = lambda name, owner: globals().get(name) or find(name, owner)
 
 def child(target, spec=None, *, fds=(), environment=None, directory="/"):
-    return Child(target=target, spec=spec or {}, fds=list(fds), directory=directory, environment=environment or {})
+    environment = environment or {}
+    return Child(target=target, spec=spec or {}, fds=list(fds), directory=directory, environment=environment)
 
 def wait(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

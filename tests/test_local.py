@@ -347,16 +347,22 @@ def test_node_without_torch_names_the_extra(tmp_path, log):
     assert diagnosis.non_retryable
 
 
-def test_launcher_is_marked_in_a_session_of_its_own_and_sees_one_file_of_ours(log, monkeypatch):
-    monkeypatch.setattr(local.sys, "executable", "/bin/sleep")
-    with pytest.raises(ChannelClosed):  # sleep(1) does not know our options, and leaves
-        launcher = local.start_launcher(dict(os.environ), key=("key",), log=log)
-        assert os.getsid(launcher.process.pid) == launcher.process.pid
-        launcher.process.wait(10)
+def test_launcher_is_marked_in_a_session_of_its_own_and_has_one_file_of_ours(log, monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ncut -d ' ' -f 6 /proc/$$/stat\necho $$ $PTE_MARK $*\nls /proc/$$/fd\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(local.sys, "executable", str(program))
+    launcher = local.start_launcher(dict(os.environ), key=(), log=log)
+    launcher.process.wait(10)
+    session, line, *fds = log.read_text().splitlines()
+    pid, mark, *arguments = line.split()
+    assert session == pid == str(launcher.process.pid)
+    assert mark == launcher.mark
+    assert arguments[:3] == ["-P", "-m", "prefect_torch_elastic.node"]
+    assert set(fds) <= {"0", "1", "2", "10", "255", arguments[arguments.index("--channel") + 1]}
+    with pytest.raises(ChannelClosed):
         list(launcher.channel.receive(5.0))
-    assert launcher.key == ("key",)
-    assert "invalid" in log.read_text() or "unrecognized" in log.read_text()
-    launcher.channel.close()
+    launcher.close()
 
 
 # ---------------------------------------------------------------- its environment
@@ -375,9 +381,17 @@ def test_environment_of_a_launcher_places_it_in_no_other_gang_c021():
     assert clean["PATH"] == "/bin"
 
 
-def test_environment_of_a_launcher_finds_our_package_and_keeps_the_users_path():
+@pytest.mark.parametrize(
+    ("installed", "path"),
+    [
+        pytest.param(True, ["/my/code"], id="installed"),
+        pytest.param(False, [REPOSITORY, "/my/code"], id="plain-checkout"),
+    ],
+)
+def test_environment_of_a_launcher_finds_our_package_and_keeps_the_users_path(monkeypatch, installed, path):
+    monkeypatch.setattr(local, "_is_installed", lambda: installed)
     clean = launcher_environment({"PYTHONPATH": "/my/code"}, nproc_per_node=1)
-    assert clean["PYTHONPATH"].split(os.pathsep) == [REPOSITORY, "/my/code"]
+    assert clean["PYTHONPATH"].split(os.pathsep) == path
 
 
 @pytest.mark.parametrize(

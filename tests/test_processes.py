@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 @pytest.fixture
 def start():
     """`start(**options)` starts a process that sleeps; it is killed after the test."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[Any]] = []
 
-    def run(command=SLEEP, **options) -> subprocess.Popen[bytes]:
+    def run(command=SLEEP, **options) -> subprocess.Popen[Any]:
         started.append(subprocess.Popen(command, **options))
         return started[-1]
 

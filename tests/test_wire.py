@@ -1,4 +1,4 @@
-"""What crosses between the processes of a machine: each message arrives as what it was, or the end is told."""
+"""What crosses between the processes of a machine: each message arrives whole, or the end is told."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from prefect_torch_elastic.wire import (
     GangEnded,
     LogLines,
     NodeDone,
+    NodeRegroups,
     Notice,
     Progress,
     Quit,
@@ -62,6 +63,7 @@ MESSAGES = [
     Progress(step=7, total_steps=None, metrics={"loss": 2.5}, phase="evaluate"),
     RanksFailed(node=0, round=1, ranks=[{"rank": 0, "signal": 9}]),
     RanksReturned(node=0, round=1),
+    NodeRegroups(node=1, round=2),
     Verdict(round=1, action="restart", restart_count=1),
     NodeDone(node=1, problem="no space", killed=[3], warm=False),
     Notice(level=30, text="node 1 was lost"),
