@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prefect_torch_elastic.diagnosis import INFRASTRUCTURE, Diagnosis
+from prefect_torch_elastic.diagnosis import INFRASTRUCTURE
+from prefect_torch_elastic.evidence import Diagnosis
 
 
 class Action(StrEnum):

@@ -40,10 +40,12 @@ def tune_rendezvous(handler: Any) -> None:
     rendezvous: Any = dynamic_rendezvous
     if getattr(rendezvous._delay, "tuned", False):
         return
+    import random
     import time
 
     def delay(seconds: float | tuple[float, float]) -> None:
-        time.sleep(TORCH_RENDEZVOUS_POLL_SECONDS if seconds == 1 else 0.0)
+        # uneven, so that nodes that lost a race for the shared state do not lose the next one too
+        time.sleep(TORCH_RENDEZVOUS_POLL_SECONDS * random.uniform(0.5, 1.5) if seconds == 1 else 0.0)
 
     delay.tuned = True  # pyright: ignore[reportFunctionMemberAccess]
     rendezvous._delay = delay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_torch_elastic.diagnosis import Diagnosis
+    from prefect_torch_elastic.evidence import Diagnosis
 
 
 class ElasticError(Exception):

@@ -20,8 +20,10 @@ from prefect.settings import get_current_settings
 
 from prefect_torch_elastic import compat, parcel, pickles
 from prefect_torch_elastic.attempts import Action, decide_attempt
-from prefect_torch_elastic.diagnosis import diagnose_run_timeout, parse_diagnosis, render_failure
+from prefect_torch_elastic.diagnosis import diagnose_run_timeout
 from prefect_torch_elastic.errors import GangFailed, GangTimedOut, SpecError, TransferError
+from prefect_torch_elastic.evidence import parse_diagnosis
+from prefect_torch_elastic.explanations import render_failure
 from prefect_torch_elastic.local import GangCancelled, launcher_environment, pool, run_gang
 from prefect_torch_elastic.narration import Narrator
 from prefect_torch_elastic.runfolder import (

@@ -1,4 +1,4 @@
-"""Who is where in a gang: ranks on nodes, ranks on GPUs, and the address where they meet.
+"""How many ranks a node starts, which GPUs they get, and the address where nodes meet.
 
 Pure: numbers and text in, numbers and text out. What a node really has (GPUs, CPUs, devices that another gang
 took) is counted elsewhere and passed in.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from prefect_torch_elastic.errors import SpecError
 
@@ -16,68 +15,6 @@ from prefect_torch_elastic.errors import SpecError
 ALLOW_SHARED_GPUS_VARIABLE = "PREFECT_INTEGRATIONS_TORCH_ELASTIC_ALLOW_SHARED_GPUS"
 
 DEFAULT_RDZV_PORT = 29400  # torchrun's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankId:
-    """One process of a gang.
-
-    Attributes:
-        rank: Its index in the gang, from 0.
-        local_rank: Its index on its node, from 0.
-        node_rank: The index of its node, from 0.
-    """
-
-    rank: int
-    local_rank: int
-    node_rank: int
-
-
-def global_rank(node_rank: int, local_rank: int, *, nproc_per_node: int) -> int:
-    """Return the rank of one process in the gang: node 0 first, then node 1, and so on.
-
-    Args:
-        node_rank: Index of the node, from 0.
-        local_rank: Index of the process on its node, in [0, nproc_per_node).
-        nproc_per_node: Processes on each node.
-
-    Raises:
-        SpecError: If `local_rank` is not on the node, or if there is no such node.
-
-    Source: https://docs.pytorch.org/docs/stable/elastic/run.html
-    """
-    if not 0 <= local_rank < nproc_per_node:
-        raise SpecError(
-            f"`local_rank={local_rank}` is not on a node with `nproc_per_node={nproc_per_node}`. "
-            f"Pass 0 to {nproc_per_node - 1}, or raise `nproc_per_node`."
-        )
-    if node_rank < 0:
-        raise SpecError(f"`node_rank={node_rank}` is not a node. Nodes count from 0; node 0 is the leader.")
-    return node_rank * nproc_per_node + local_rank
-
-
-def locate_rank(rank: int, *, nproc_per_node: int) -> RankId:
-    """Return where a rank lives; the inverse of `global_rank`.
-
-    Raises:
-        SpecError: If `rank` is negative.
-    """
-    if rank < 0:
-        raise SpecError(f"`rank={rank}` is not a rank. Ranks count from 0.")
-    node_rank, local_rank = divmod(rank, nproc_per_node)
-    return RankId(rank=rank, local_rank=local_rank, node_rank=node_rank)
-
-
-def node_layout(node_rank: int, *, nproc_per_node: int) -> tuple[RankId, ...]:
-    """Return the ranks of one node, in the order of their local rank."""
-    return tuple(
-        RankId(
-            rank=global_rank(node_rank, local_rank, nproc_per_node=nproc_per_node),
-            local_rank=local_rank,
-            node_rank=node_rank,
-        )
-        for local_rank in range(nproc_per_node)
-    )
 
 
 def decide_processes(

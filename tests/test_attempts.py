@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_elastic.attempts import Action, decide_attempt, decide_restart
-from prefect_torch_elastic.diagnosis import INFRASTRUCTURE, Category, Diagnosis
+from prefect_torch_elastic.diagnosis import INFRASTRUCTURE
+from prefect_torch_elastic.evidence import Category, Diagnosis
 
 FAILURE = Diagnosis(
     category=Category.USER_ERROR,

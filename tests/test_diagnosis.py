@@ -10,21 +10,16 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_elastic.diagnosis import (
-    _CURES,
     INFRASTRUCTURE,
     NEVER_AGAIN,
-    Category,
-    Diagnosis,
-    RankEvidence,
     diagnose,
     diagnose_lost_launcher,
     diagnose_lost_node,
     diagnose_run_timeout,
     diagnose_setup,
-    parse_diagnosis,
-    render_exit,
-    render_failure,
 )
+from prefect_torch_elastic.evidence import Category, Diagnosis, RankEvidence, parse_diagnosis
+from prefect_torch_elastic.explanations import CURES, render_exit, render_failure
 
 FAILURES_PAGE = Path(__file__).parents[1] / "docs" / "failures.md"
 
@@ -133,7 +128,7 @@ BY_CATEGORY = {
     Category.EXITED_EARLY: [rank(exit_code=0), rank(exit_code=3)],
     Category.STOPPED_RESPONDING: [killed(reason="was stopped (SIGSTOP or a debugger) for 5 s")],
     Category.COLLECTIVE_TIMEOUT: [raised(*text) for text in TIMEOUTS.values()],
-    Category.PEER_LOST: [raised(*text) for text in PEER_LOST.values()],
+    Category.PEER_LOST: [raised(*text) for name, text in PEER_LOST.items() if name != "store-refused"],
     Category.RESULT_NOT_SENDABLE: [
         raised("TransferError", "rank 0 returned a function", number=0, stage="result")
     ],
@@ -155,7 +150,7 @@ def test_evidence_gives_category_rank_and_cure(evidence, category):
     assert verdict.category == category
     assert (verdict.rank, verdict.local_rank, verdict.node_rank) == (evidence.rank, evidence.local_rank, 0)
     assert verdict.summary.startswith(f"rank {evidence.rank} ")
-    assert verdict.cure == _CURES[category]
+    assert verdict.cure == CURES[category]
     assert verdict.non_retryable == (category in NEVER_AGAIN)
     assert render_failure(verdict, restarts=0).splitlines()[:2] == [verdict.summary, verdict.cure]
 
@@ -165,9 +160,9 @@ def test_every_category_can_be_reached():
 
 
 def test_every_category_has_a_cure_of_its_own():
-    assert set(_CURES) == set(Category)
-    assert len(set(_CURES.values())) == len(Category)
-    assert all(cure.endswith(".") for cure in _CURES.values())
+    assert set(CURES) == set(Category)
+    assert len(set(CURES.values())) == len(Category)
+    assert all(cure.endswith(".") for cure in CURES.values())
 
 
 def test_failures_page_lists_the_categories_of_the_enum():
@@ -217,8 +212,8 @@ def test_first_victim_is_named_when_there_are_only_victims():
 
 
 def test_error_of_the_user_that_speaks_of_connections_is_no_peer_lost():
-    verdict = diagnose([raised("OperationalError", "connection refused: database is away")])
-    assert verdict.category is Category.USER_ERROR
+    for text in [("OperationalError", "connection refused: database is away"), PEER_LOST["store-refused"]]:
+        assert diagnose([raised(*text)]).category is Category.USER_ERROR
 
 
 def test_timeout_of_something_else_is_no_collective_timeout():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_elastic import local
-from prefect_torch_elastic.diagnosis import Category, parse_diagnosis
+from prefect_torch_elastic.evidence import Category, parse_diagnosis
 from prefect_torch_elastic.local import GangCancelled, Launcher, LauncherPool, launcher_environment, run_gang
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.wire import (

@@ -1,4 +1,4 @@
-"""Who is where: ranks on nodes, ranks on GPUs, and addresses."""
+"""How many ranks, on which GPUs, and addresses."""
 
 from __future__ import annotations
 
@@ -8,46 +8,11 @@ from hypothesis import strategies as st
 
 from prefect_torch_elastic.errors import SpecError
 from prefect_torch_elastic.ranks import (
-    RankId,
     assign_gpus,
     decide_processes,
-    global_rank,
-    locate_rank,
-    node_layout,
     parse_endpoint,
     render_endpoint,
 )
-
-COUNTS = st.integers(1, 64)
-
-
-def test_global_rank_counts_node_by_node():
-    assert [global_rank(node, local, nproc_per_node=2) for node in (0, 1) for local in (0, 1)] == [0, 1, 2, 3]
-
-
-@given(nnodes=COUNTS, nproc_per_node=COUNTS)
-def test_layouts_of_all_nodes_have_every_rank_once(nnodes, nproc_per_node):
-    layouts = [node_layout(node_rank, nproc_per_node=nproc_per_node) for node_rank in range(nnodes)]
-    assert [identity.rank for layout in layouts for identity in layout] == list(
-        range(nnodes * nproc_per_node)
-    )
-
-
-@given(rank=st.integers(0, 10_000), nproc_per_node=COUNTS)
-def test_locate_rank_is_the_inverse_of_global_rank(rank, nproc_per_node):
-    place = locate_rank(rank, nproc_per_node=nproc_per_node)
-    assert global_rank(place.node_rank, place.local_rank, nproc_per_node=nproc_per_node) == rank
-    assert place in node_layout(place.node_rank, nproc_per_node=nproc_per_node)
-
-
-def test_locate_rank_names_node_and_local_rank():
-    assert locate_rank(5, nproc_per_node=4) == RankId(rank=5, local_rank=1, node_rank=1)
-
-
-@pytest.mark.parametrize(("node_rank", "local_rank"), [(0, 2), (0, -1), (-1, 0)], ids=str)
-def test_global_rank_refuses_place_outside_the_gang(node_rank, local_rank):
-    with pytest.raises(SpecError):
-        global_rank(node_rank, local_rank, nproc_per_node=2)
 
 
 @pytest.mark.parametrize(

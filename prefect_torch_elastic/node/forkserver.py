@@ -64,8 +64,6 @@ class Preloaded:
     threads: int
     gpus: list[str]
     culprit: str
-    errors: dict[str, str]
-    seconds: float
 
     @property
     def safe(self) -> bool:
@@ -224,13 +222,13 @@ def _limit_threads() -> None:
 
 
 def _preload(modules: list[str], search_path: list[str]) -> dict[str, Any]:
-    started, errors, culprit = time.monotonic(), dict[str, str](), ""
+    culprit = ""
     sys.path[:] = search_path or sys.path
     for name in modules:
         try:
             importlib.import_module(name)
-        except BaseException as error:  # noqa: BLE001  (a module that cannot be imported is the ranks' problem to report)
-            errors[name] = f"{type(error).__name__}: {error}"
+        except BaseException:  # noqa: BLE001  (the ranks import it too, and report it)
+            sys.modules.pop(name, None)
         _limit_threads()
         if not culprit and (processes.count_threads() > 1 or processes.find_open_gpus()):
             culprit = name
@@ -238,8 +236,6 @@ def _preload(modules: list[str], search_path: list[str]) -> dict[str, Any]:
         "threads": processes.count_threads(),
         "gpus": processes.find_open_gpus(),
         "culprit": culprit,
-        "errors": errors,
-        "seconds": time.monotonic() - started,
     }
 
 

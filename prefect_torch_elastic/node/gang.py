@@ -16,16 +16,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from prefect_torch_elastic.attempts import Action, decide_restart
-from prefect_torch_elastic.diagnosis import (
-    Category,
-    Diagnosis,
-    RankEvidence,
-    diagnose,
-    diagnose_lost_node,
-    diagnose_setup,
-    render_exit,
-)
+from prefect_torch_elastic.diagnosis import diagnose, diagnose_lost_node, diagnose_setup
 from prefect_torch_elastic.errors import ElasticError, SpecError
+from prefect_torch_elastic.evidence import Category, Diagnosis, RankEvidence
+from prefect_torch_elastic.explanations import render_exit
 from prefect_torch_elastic.node.devices import GpuLease, list_visible_gpus
 from prefect_torch_elastic.node.environment import with_thread_limit
 from prefect_torch_elastic.node.nodes import Node, Nodes

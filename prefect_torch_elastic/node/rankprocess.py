@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_elastic.diagnosis import RankEvidence
+from prefect_torch_elastic.evidence import RankEvidence
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import Child
 from prefect_torch_elastic.node.tail import LogTail

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prefect_torch_elastic.diagnosis import RankEvidence
+from prefect_torch_elastic.evidence import RankEvidence
 from prefect_torch_elastic.node import memory, processes
 from prefect_torch_elastic.node.rankprocess import RankProcess, dump_stacks
 from prefect_torch_elastic.rankstate import StopReason

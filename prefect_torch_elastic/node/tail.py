@@ -15,6 +15,7 @@ LINES_PER_SECOND = 50
 BURST_LINES = 400
 LINE_CHARACTERS = 4000
 LAST_LINES = 200
+REDRAW_SECONDS = 10.0
 _READ_BYTES = 1 << 20
 _BACKLOG_BYTES = 4 << 20
 
@@ -30,6 +31,7 @@ class LogTail:
         self._previous = logging.INFO
         self._tokens, self._filled_at = float(BURST_LINES), time.monotonic()
         self._cut_lines = self._cut_bytes = 0
+        self._redrawn_at = time.monotonic()
 
     def read(self) -> list[tuple[int, str]]:
         """Return the new lines that go up, as `(level, text)`."""
@@ -45,9 +47,14 @@ class LogTail:
         except OSError:
             return []
         self._offset += len(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > LINE_CHARACTERS:
-            lines, self._partial = [*lines, self._partial], b""
+        *lines, partial = (self._partial + data).split(b"\n")
+        lines = [_final_text(line) for line in lines]
+        if b"\r" in partial:
+            lines += self._show_redraw(partial)
+            partial = _final_text(partial)
+        if len(partial) > LINE_CHARACTERS:
+            lines, partial = [*lines, partial], b""
+        self._partial = partial
         return self._select([line.decode(errors="replace") for line in lines])
 
     def finish(self) -> list[tuple[int, str]]:
@@ -71,6 +78,14 @@ class LogTail:
         except OSError:
             return []
         return [line[:LINE_CHARACTERS] for line in text.splitlines()[-LAST_LINES:]]
+
+    def _show_redraw(self, partial: bytes) -> list[bytes]:
+        """A progress bar redraws its line many times a second; now and then one of them goes up."""
+        now = time.monotonic()
+        if now - self._redrawn_at < REDRAW_SECONDS:
+            return []
+        self._redrawn_at = now
+        return [_final_text(partial)]
 
     def _select(self, lines: list[str]) -> list[tuple[int, str]]:
         now = time.monotonic()
@@ -100,3 +115,8 @@ class LogTail:
         parts += [f"{self._cut_bytes / 2**20:.0f} MiB"] if self._cut_bytes else []
         self._cut_lines = self._cut_bytes = 0
         return [(logging.WARNING, f"… {' and '.join(parts)} cut here; all of it is in {self.path}")]
+
+
+def _final_text(line: bytes) -> bytes:
+    """Return what a terminal would show of a line that was redrawn with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -89,9 +89,7 @@ def read_states(folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("call", ["train()", "train.submit().result()"], ids=["call", "submit"])
-def test_sigterm_ends_ranks_that_ignore_it_after_the_grace_c015(
-    prefect_server, no_leftovers, run_script, tmp_path, call
-):
+def test_sigterm_ends_ranks_that_ignore_it_after_the_grace_c015(start_sleepers, tmp_path, call):
     script, pids = start_sleepers(grace=5, call=call)
     kill(script.process.pid, signal.SIGTERM)
     seconds = wait_until_gone(pids, 5 + MARGIN_SECONDS)
@@ -103,9 +101,7 @@ def test_sigterm_ends_ranks_that_ignore_it_after_the_grace_c015(
     assert "SignalException" not in script.stderr
 
 
-def test_sigterm_ends_ranks_without_a_handler_at_once_c015(
-    prefect_server, no_leftovers, run_script, tmp_path
-):
+def test_sigterm_ends_ranks_without_a_handler_at_once_c015(start_sleepers, tmp_path):
     script, pids = start_sleepers(grace=60, stubborn=False)
     kill(script.process.pid, signal.SIGTERM)
     wait_until_gone(pids, MARGIN_SECONDS)
@@ -148,9 +144,7 @@ def test_kill_of_the_flow_process_leaves_nothing(start_sleepers, tmp_path):
     wait_until_gone(pids, 2 + MARGIN_SECONDS)
 
 
-def test_kill_of_flow_process_and_launcher_at_once_leaves_nothing(
-    prefect_server, no_leftovers, run_script, tmp_path
-):
+def test_kill_of_flow_process_and_launcher_at_once_leaves_nothing(start_sleepers, tmp_path):
     script, pids = start_sleepers(grace=2)
     launcher = find_gang(pids[:2]).launcher
     for pid in (script.process.pid, launcher):
