@@ -348,6 +348,7 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     processes.adopt_orphans()
     server = ForkServer.fork_if_safe()  # before anything here starts a thread
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have as many ranks: one wait less in a round
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # ranks use the store that the agent starts
     channel = Channel(socket.socket(fileno=connection))
     with suppress(ChannelClosed):

@@ -32,8 +32,9 @@ class Node:
             self.channel.send(message)
 
     def interrupt(self) -> None:
-        """Wake an agent that waits in a rendezvous."""
+        """Wake an agent that waits in a rendezvous, or that somebody has stopped."""
         self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
 
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
