@@ -56,6 +56,12 @@ class _NamedFailures(CachePolicy):
     def around(cls, policy: CachePolicy, *, quiet: bool) -> _NamedFailures:
         return cls(policy, quiet=quiet)
 
+    def __sub__(self, other: str) -> _NamedFailures:
+        return type(self)(self.policy - other, quiet=self.quiet)
+
+    def __add__(self, other: CachePolicy) -> _NamedFailures:
+        return type(self)(self.policy + other, quiet=self.quiet)
+
     def compute_key(self, task_ctx: Any, inputs: Any, flow_parameters: Any, **kwargs: Any) -> str | None:
         from prefect.exceptions import HashError
 

@@ -113,3 +113,10 @@ def _constant(value: Any) -> Any:
         return value
 
     return answer
+
+
+def keep_bound_instance(before: Any, after: Any) -> None:
+    """Keep the object that a task method is bound to; Prefect stores it on the function."""
+    for name in ("__prefect_self__", "__prefect_cls__"):
+        if hasattr(before, name):
+            setattr(after, name, getattr(before, name))

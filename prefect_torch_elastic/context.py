@@ -29,6 +29,7 @@ TASK_RUN_ID = "PTE_TASK_RUN_ID"
 _LOADER_OPTIONS = (
     *("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+    "in_order",
 )
 
 _state: RankState | None = None
@@ -143,22 +144,26 @@ class ElasticContext:
     def prepare_data_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader over this rank's share of the samples, shuffled if `loader` is.
 
-        Call `loader.sampler.set_epoch(epoch)` before each epoch, as with any `DistributedSampler`.
+        Call `loader.sampler.set_epoch(epoch)` before each epoch, as with any `DistributedSampler`: it draws
+        the order from its own seed, the same on all ranks.
 
         Raises:
-            TypeError: If `loader` reads a stream or has a batch sampler of its own: only you can split these.
+            TypeError: If `loader` reads a stream or chooses its samples itself: only you can split these.
         """
         data = _load_torch().utils.data
         if self.world_size == 1:
             return loader
         source = cast("Any", loader)
-        if isinstance(source.dataset, data.IterableDataset) or type(source.batch_sampler) not in {
-            data.BatchSampler,
-            type(None),
-        }:
+        sampler = source.sampler
+        usual = type(sampler) is data.SequentialSampler or (
+            type(sampler) is data.RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(source.dataset)
+        )
+        if not usual or type(source.batch_sampler) not in {data.BatchSampler, type(None)}:
             raise TypeError(
-                "`prepare_data_loader` splits loaders over a dataset with a length and the usual batches. "
-                "Split the stream or the batches by `get_context().rank` and `world_size` yourself."
+                "`prepare_data_loader` splits loaders that go over a whole dataset, in order or shuffled. "
+                "Split a stream, a sampler or batches of your own by `get_context().rank` and `world_size`."
             )
         shuffled = isinstance(source.sampler, data.RandomSampler)
         sampler = data.DistributedSampler(

@@ -17,14 +17,18 @@ _PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _TIMEOUT = re.compile(r"timed out|timeout|watchdog", re.IGNORECASE)
-_COLLECTIVE = re.compile(
-    r"gloo|nccl|collective|allreduce|all_reduce|barrier|store|recv|watchdog|writev|readv", re.IGNORECASE
+# Marks of torch's own messages; gloo's and the store's come as plain `RuntimeError`.
+_TORCH_WORDS = re.compile(
+    r"gloo|nccl|c10d|TCPStore|ProcessGroup|monitoredBarrier|unbound_buffer|(writev|readv) \[|/pytorch/"
+    r"|for recv operation|for send operation",
+    re.IGNORECASE,
 )
 # torch's words when /dev/shm is full, mostly about a data loader's worker
 _SHARED_MEMORY = re.compile(
     r"out of shared memory\. Please|killed by signal: Bus error|file </torch_|shared memory object",
     re.IGNORECASE,
 )
+_WORKER_KILLED = re.compile(r"DataLoader worker .*killed by signal: Killed", re.IGNORECASE)
 _WATCHDOG = re.compile(r"watchdog caught collective operation timeout|Watchdog.*terminat", re.IGNORECASE)
 _DEVICE_OOM = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _DISTRIBUTED_TYPES = {
@@ -139,9 +143,19 @@ def diagnose_lost_launcher(exit_code: int | None) -> Diagnosis:
 def _is_victim(rank: RankEvidence) -> bool:
     if _was_ended_by_watchdog(rank):
         return True
+    lost = _is_distributed(rank) and bool(_PEER_LOST.search(rank.exc_message))
+    return lost or _is_collective_timeout(rank)
+
+
+def _is_distributed(rank: RankEvidence) -> bool:
+    """Whether torch raised it: a user's `RuntimeError` may speak of connections and time-outs too."""
     if rank.exc_type is None or rank.exc_type not in _DISTRIBUTED_TYPES:
         return False
-    return bool(_PEER_LOST.search(rank.exc_message)) or _is_collective_timeout(rank)
+    return (
+        rank.exc_type.startswith("Dist")
+        or "torch/distributed/" in rank.traceback
+        or bool(_TORCH_WORDS.search(rank.exc_message))
+    )
 
 
 def _was_ended_by_watchdog(rank: RankEvidence) -> bool:
@@ -150,18 +164,17 @@ def _was_ended_by_watchdog(rank: RankEvidence) -> bool:
 
 
 def _is_collective_timeout(rank: RankEvidence) -> bool:
-    if rank.exc_type not in _DISTRIBUTED_TYPES or not _TIMEOUT.search(rank.exc_message):
-        return False
-    # torch's own types need no further word; a RuntimeError may come from anywhere
-    return rank.exc_type.startswith("Dist") or bool(_COLLECTIVE.search(rank.exc_message))
+    return _is_distributed(rank) and bool(_TIMEOUT.search(rank.exc_message))
 
 
 def _categorise(rank: RankEvidence) -> Category:
     match rank.stage:
-        case "load":
+        case "load" if rank.exc_type != "MemoryError":
             return Category.CALL_NOT_LOADABLE
         case "result":
             return Category.RESULT_NOT_SENDABLE
+        case "start" if rank.exc_type is None and rank.signal is None and not rank.reason:
+            return Category.SETUP_FAILED
         case _:
             pass
     if rank.reason and rank.exc_type is None:
@@ -178,11 +191,13 @@ def _categorise(rank: RankEvidence) -> Category:
         return Category.DEVICE_OUT_OF_MEMORY
     if rank.exc_type == "MemoryError":
         return Category.HOST_OUT_OF_MEMORY
+    if _WORKER_KILLED.search(rank.exc_message):
+        return Category.HOST_OUT_OF_MEMORY if rank.oom_killed else Category.KILLED
     if _SHARED_MEMORY.search(rank.exc_message):
         return Category.SHARED_MEMORY
     if _is_collective_timeout(rank):
         return Category.COLLECTIVE_TIMEOUT
-    if _is_victim(rank) and (rank.exc_type.startswith("Dist") or _COLLECTIVE.search(rank.exc_message)):
+    if _is_victim(rank):
         return Category.PEER_LOST
     return Category.USER_ERROR
 

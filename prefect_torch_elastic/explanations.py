@@ -24,6 +24,8 @@ def summarise(rank: RankEvidence, category: Category, *, several_nodes: bool) ->
         return f"{who} {rank.reason}{at}."
     if rank.signal is not None:
         return f"{who} was killed by {signal_name(rank.signal)}{at}{_explain_signal(rank, category)}."
+    if rank.stage == "start":
+        return f"{who} could not be set up (exit code {rank.exit_code}); the end of its log says why."
     return f"{who} ended with exit code {rank.exit_code}{at} before its function returned."
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import os
 import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_run_logger
@@ -21,23 +23,25 @@ from prefect.settings import get_current_settings
 from prefect_torch_elastic import compat, parcel, pickles
 from prefect_torch_elastic.attempts import Action, decide_attempt
 from prefect_torch_elastic.diagnosis import diagnose_run_timeout
-from prefect_torch_elastic.errors import GangFailed, GangTimedOut, SpecError, TransferError
+from prefect_torch_elastic.errors import GangFailed, GangTimedOut, TransferError
 from prefect_torch_elastic.evidence import parse_diagnosis
 from prefect_torch_elastic.explanations import render_failure
-from prefect_torch_elastic.local import GangCancelled, launcher_environment, pool, run_gang
+from prefect_torch_elastic.local import GangCancelled, Launcher, launcher_environment, pool, run_gang
 from prefect_torch_elastic.narration import Narrator
 from prefect_torch_elastic.runfolder import (
     STORE_VARIABLE,
     AttemptFolder,
     create_attempt,
+    render_run_key,
     resolve_store,
 )
 from prefect_torch_elastic.spec import (
     Spec,
+    build_spec,
     fields_without_meaning_here,
     render_budgets,
 )
-from prefect_torch_elastic.wire import GangEnded, RunGang
+from prefect_torch_elastic.wire import GangEnded, GangStatus, RunGang
 
 LARGE_CALL_BYTES = 256 << 20
 
@@ -56,6 +60,7 @@ class _Call:
     store: Path
     owner: object | None
     cancelled: Callable[[], bool]
+    retries: int
     log: Any
 
 
@@ -80,7 +85,9 @@ async def launch_gang_async(
     def work() -> Any:
         return _run_attempts(_prepare(run, function, args, kwargs, also_stop=stop.is_set))
 
-    waiting = asyncio.ensure_future(asyncio.to_thread(work))
+    # A thread of its own: the loop's few shared ones are for short calls, and a gang runs for hours.
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefect-torch-elastic gang")
+    waiting = asyncio.get_running_loop().run_in_executor(thread, contextvars.copy_context().run, work)
     try:
         return await asyncio.shield(waiting)
     except BaseException:
@@ -91,6 +98,8 @@ async def launch_gang_async(
         with suppress(BaseException):
             waiting.result()
         raise
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _prepare(
@@ -101,116 +110,108 @@ def _prepare(
     also_stop: Callable[[], bool] = lambda: False,
 ) -> _Call:
     task: Any = run.task
-    spec: Spec = task.resolve_spec()
+    fields = task.set_fields()
+    spec = build_spec(fields)
     log = get_run_logger()
-    if pointless := fields_without_meaning_here(task.set_fields(), work_pool=None):
-        names = ", ".join(f"`{name}`" for name in pointless if name != "gpu" or spec.gpu != 0)
-        if names:
-            log.warning("The gang runs on this machine: %s has no effect here.", names)
+    if pointless := fields_without_meaning_here(fields, work_pool=None):
+        names = ", ".join(f"`{name}`" for name in pointless)
+        log.warning("The gang runs on this machine: %s has no effect here.", names)
     flow = FlowRunContext.get()
     runner = flow.task_runner if flow else None
 
     def cancelled() -> bool:
         return also_stop() or compat.task_cancel_requested(runner, run.task_run.id)
 
+    task_run_id = str(run.task_run.id)
     return _Call(
         function=function,
         args=args,
         kwargs=kwargs,
         spec=spec,
-        run_key=_render_run_key(task.run_key, _name_arguments(function, args, kwargs), str(run.task_run.id)),
+        run_key=render_run_key(task.run_key, _name_arguments(function, args, kwargs)) or task_run_id,
         flow_run_id=str(run.task_run.flow_run_id or ""),
-        task_run_id=str(run.task_run.id),
+        task_run_id=task_run_id,
         store=resolve_store(
             spec.store, from_environment=os.environ.get(STORE_VARIABLE), home=get_current_settings().home
         ),
         owner=flow,
         cancelled=cancelled,
+        retries=task.retries,
         log=log,
     )
 
 
-def _render_run_key(run_key: Any, arguments: Mapping[str, Any], task_run_id: str) -> str:
-    if run_key is None:
-        return task_run_id
-    try:
-        name = str(run_key(**arguments) if callable(run_key) else str(run_key).format(**arguments))
-    except (KeyError, IndexError) as error:
-        raise SpecError(
-            f"`run_key={run_key!r}` asks for {error}, which is no parameter of the task. "
-            f"Use {', '.join(f'`{{{parameter}}}`' for parameter in arguments) or 'plain text'}."
-        ) from error
-    if not name.strip():
-        raise SpecError(f"`run_key={run_key!r}` gives an empty name. Pass a name, or leave it out.")
-    return name
-
-
 def _run_attempts(call: _Call) -> Any:
     """Form gangs until one returns, fails for a reason of its own, or the budget is spent."""
-    call.log.info(render_budgets(call.spec, retries=_retries()))
+    call.log.info(render_budgets(call.spec, retries=call.retries))
     used = 0
     while True:
         used += 1
         folder = create_attempt(call.store, call.run_key)
         ended, secret = _run_attempt(call, folder)
         try:
-            if ended.status != "failed":
+            if not (reason := _new_attempt(ended, used, call.spec)):
                 return _conclude(call, ended, secret)
-            diagnosis = parse_diagnosis(ended.diagnosis)
-            decision = decide_attempt(diagnosis, attempt=used, max_attempts=call.spec.max_attempts)
-            if decision.action is not Action.NEW_ATTEMPT:
-                raise _failure(ended, secret)
-            call.log.warning("%s A new gang is formed: %s.", diagnosis.summary, decision.reason)
+            call.log.warning("%s", reason)
         finally:
             folder.tidy()
 
 
+def _new_attempt(ended: GangEnded, used: int, spec: Spec) -> str:
+    """Return why another gang is formed after this one, empty when none is."""
+    if ended.status is not GangStatus.FAILED:
+        return ""
+    diagnosis = parse_diagnosis(ended.diagnosis)
+    decision = decide_attempt(diagnosis, attempt=used, max_attempts=spec.max_attempts)
+    if decision.action is not Action.NEW_ATTEMPT:
+        return ""
+    return f"{diagnosis.summary} A new gang is formed: {decision.reason}."
+
+
 def _run_attempt(call: _Call, folder: AttemptFolder) -> tuple[GangEnded, bytes]:
-    spec, secret = call.spec, secrets.token_bytes(32)
-    modules = _write_call(call, folder, secret)
-    environment = {**os.environ, **spec.env}
-    launcher = pool.acquire(
-        launcher_environment(environment, nproc_per_node=spec.nproc_per_node),
-        owner=call.owner,
-        log=folder.launcher_log,
-    )
-    order = RunGang(
+    secret = secrets.token_bytes(32)
+    launcher: Launcher | None = None
+    clean = False
+    try:
+        order = _write_order(call, folder, secret)
+        launcher = pool.acquire(
+            launcher_environment(order.environment, nproc_per_node=call.spec.nproc_per_node),
+            owner=call.owner,
+            log=folder.launcher_log,
+        )
+        ended = run_gang(
+            launcher,
+            order,
+            listen=Narrator(call.log, call.spec, folder=folder.path),
+            cancelled=call.cancelled,
+            grace_seconds=call.spec.grace_seconds,
+        )
+        clean = True
+        return ended, secret
+    finally:
+        # the flow's next gang starts warm on it; after an interruption nobody knows whether there is one
+        if launcher is not None:
+            pool.release(launcher, owner=call.owner if clean else None)
+        if not clean:
+            folder.tidy()
+
+
+def _write_order(call: _Call, folder: AttemptFolder, secret: bytes) -> RunGang:
+    here = os.getcwd()
+    return RunGang(
         run_key=call.run_key,
         attempt=folder.number,
         folder=str(folder.path),
         call=str(folder.call),
         secret=secret.hex(),
-        fields=asdict(spec),
-        environment=launcher_environment(environment, nproc_per_node=1),
-        directory=os.getcwd(),
-        search_path=[entry or os.getcwd() for entry in sys.path],
-        modules=modules,
+        fields=asdict(call.spec),
+        environment=launcher_environment({**os.environ, **call.spec.env}, nproc_per_node=1),
+        directory=here,
+        search_path=[entry or here for entry in sys.path if isinstance(entry, str)],  # pyright: ignore[reportUnnecessaryIsInstance]
+        modules=_write_call(call, folder, secret),
         flow_run_id=call.flow_run_id,
         task_run_id=call.task_run_id,
     )
-    clean = False
-    try:
-        narrator = Narrator(call.log, spec, folder=folder.path)
-        ended = run_gang(
-            launcher,
-            order,
-            listen=narrator,
-            cancelled=call.cancelled,
-            grace_seconds=spec.grace_seconds,
-        )
-        clean = True
-    finally:
-        # the flow's next gang starts warm on it; after an interruption nobody knows whether there is one
-        pool.release(launcher, owner=call.owner if clean else None)
-        if not clean:
-            folder.tidy()
-    if ended.killed:
-        call.log.warning(
-            "Ranks %s did not leave within %g s after SIGTERM and were killed.",
-            ended.killed,
-            spec.grace_seconds,
-        )
-    return ended, secret
 
 
 def _write_call(call: _Call, folder: AttemptFolder, secret: bytes) -> list[str]:
@@ -233,13 +234,17 @@ def _write_call(call: _Call, folder: AttemptFolder, secret: bytes) -> list[str]:
 
 def _conclude(call: _Call, ended: GangEnded, secret: bytes) -> Any:
     match ended.status:
-        case "succeeded":
+        case GangStatus.SUCCEEDED:
             return _read_result(Path(ended.result), secret)
-        case "timed out":
+        case GangStatus.TIMED_OUT:
             diagnosis = diagnose_run_timeout(call.spec.run_timeout_seconds or 0.0)
             raise GangTimedOut(render_failure(diagnosis, restarts=ended.restarts), diagnosis)
+        case GangStatus.STOPPED:
+            raise GangCancelled("the gang was stopped before it returned")
+        case GangStatus.FAILED:
+            raise _failure(ended, secret)
         case _:
-            raise GangCancelled
+            assert_never(ended.status)
 
 
 def _read_result(path: Path, secret: bytes) -> Any:
@@ -265,11 +270,6 @@ def _failure(ended: GangEnded, secret: bytes) -> Exception:
     failure = GangFailed(render_failure(diagnosis, restarts=ended.restarts), diagnosis)
     failure.__cause__ = cause
     return failure
-
-
-def _retries() -> int:
-    run = TaskRunContext.get()
-    return run.task.retries if run else 0
 
 
 def _name_arguments(

@@ -23,17 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_elastic import compat
+from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.node import processes
-from prefect_torch_elastic.wire import (
-    Channel,
-    ChannelClosed,
-    GangEnded,
-    Message,
-    Quit,
-    RunGang,
-    StopGang,
-)
+from prefect_torch_elastic.wire import GangEnded, GangStatus, Message, Notice, Quit, RunGang, StopGang
 
 IDLE_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
@@ -152,7 +145,8 @@ class LauncherPool:
                 if not self._idle:
                     self._keeper = None
             for entry in over:
-                entry.launcher.close()
+                with suppress(OSError):  # the others must be ended all the same
+                    entry.launcher.close()
             if self._keeper is not threading.current_thread():
                 return
 
@@ -166,9 +160,12 @@ def start_launcher(environment: Mapping[str, str], *, key: tuple[Any, ...], log:
     ours, theirs = socket.socketpair()
     mark = secrets.token_hex(8)
     command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node"]
-    with log.open("ab") as output:
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
         process = subprocess.Popen(
-            [*command, "--channel", str(theirs.fileno()), "--log", str(log)],
+            [
+                *(*command, "--channel", str(theirs.fileno())),
+                *("--log", str(log), "--parent", str(os.getpid())),
+            ],
             # OpenBLAS starts its threads when numpy is imported, and a process with threads cannot be forked
             env={**environment, "OPENBLAS_NUM_THREADS": "1", processes.MARK: mark},
             pass_fds=[theirs.fileno()],
@@ -206,10 +203,11 @@ def run_gang(
         while True:
             for message in launcher.channel.receive(_LOOK_SECONDS):
                 if isinstance(message, GangEnded):
+                    _tell_killed(message, listen, grace_seconds)
                     return message
                 listen(message)
             if cancelled():
-                raise GangCancelled
+                raise GangCancelled("the task was asked to stop while its gang ran")
     except ChannelClosed:
         return _lost(launcher)
     except BaseException:  # timeouts, cancellation and Ctrl-C of Prefect arrive as exceptions of any kind
@@ -227,6 +225,7 @@ def _stop(launcher: Launcher, grace_seconds: float, listen: Listener) -> None:
             while time.monotonic() < deadline:
                 for message in launcher.channel.receive(_LOOK_SECONDS):
                     if isinstance(message, GangEnded):
+                        _tell_killed(message, listen, grace_seconds)
                         return
                     listen(message)
             break
@@ -237,6 +236,13 @@ def _stop(launcher: Launcher, grace_seconds: float, listen: Listener) -> None:
             deadline = time.monotonic() + _STOP_MARGIN_SECONDS
     launcher.process.kill()
     _lost(launcher)
+
+
+def _tell_killed(ended: GangEnded, listen: Listener, grace_seconds: float) -> None:
+    if ended.killed:
+        ranks = ", ".join(map(str, ended.killed))
+        text = f"Ranks that did not leave within {grace_seconds:g} s after SIGTERM and were killed: {ranks}."
+        listen(Notice(level=logging.WARNING, text=text))
 
 
 def _lost(launcher: Launcher) -> GangEnded:
@@ -252,7 +258,7 @@ def _lost(launcher: Launcher) -> GangEnded:
     while processes.kill_marked(launcher.mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     logging.getLogger(__name__).debug("launcher %s is gone (%s)", launcher.process.pid, code)
-    return GangEnded(status="failed", diagnosis=asdict(diagnose_lost_launcher(code)))
+    return GangEnded(status=GangStatus.FAILED, diagnosis=asdict(diagnose_lost_launcher(code)))
 
 
 def launcher_environment(environment: Mapping[str, str], *, nproc_per_node: int | str) -> dict[str, str]:

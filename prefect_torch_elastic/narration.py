@@ -40,7 +40,7 @@ class Narrator:
         how = "warm" if message.warm else "cold"
         self._log.info(
             "Node %s: %s of %s ranks started (%s). Pids %s.",
-            message.node,
+            message.ranks[0].node_rank,
             len(message.ranks),
             message.world_size,
             how,

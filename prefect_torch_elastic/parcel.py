@@ -65,8 +65,9 @@ def verify_parcel(path: Path, *, key: bytes) -> None:
         check.update(part)
     if not hmac.compare_digest(mac, check.digest()):
         raise TransferError(
-            f"`{path}` was not written by this run, or it is damaged: its signature does not match. "
-            "It was not loaded. Run the task again; if it repeats, check who else writes to this folder."
+            f"`{path}` was not written by this run, or it was changed since: its signature does not match. "
+            "It was not loaded. Run the task again; if it repeats, see whether another thread changes the "
+            "arguments during the call, or who else writes to this folder."
         )
 
 
@@ -95,8 +96,7 @@ def _write(path: Path, head: bytes, buffers: Sequence[pickle.PickleBuffer], *, k
     mac = hmac.new(key, table, hashlib.sha256)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            os.fchmod(file.fileno(), 0o600)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(_HEAD.pack(_MAGIC, bytes(32), len(parts)) + table)
             for part in parts:
                 file.write(bytes(_align(file.tell()) - file.tell()))

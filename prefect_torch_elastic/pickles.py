@@ -13,6 +13,8 @@ import os
 import pickle
 import pickletools
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -22,6 +24,8 @@ from prefect_torch_elastic.compat import untyped_storage
 from prefect_torch_elastic.errors import TransferError
 
 _SHOWN = 120
+_by_value: Counter[str] = Counter()  # modules that travel by value now, by the calls that need it
+_by_value_lock = threading.Lock()
 _SUBIMPORT = "cloudpickle.subimport()"  # stands for the function in what follows; no name has brackets
 _EVERYWHERE = frozenset({"torch", "numpy", "cloudpickle", "prefect_torch_elastic"})
 
@@ -37,6 +41,8 @@ def dump(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
     with _private_modules_by_value(value):
         try:
             _make_pickler(stream, buffers.append).dump(value)
+        except MemoryError:
+            raise
         except Exception as error:
             raise TransferError(_one_line(error)) from error
     return stream.getvalue(), buffers
@@ -100,7 +106,7 @@ def find_cuda_arguments(arguments: Mapping[str, Any]) -> list[str]:
             tensors = [value]
         elif isinstance(value, torch.nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
-        if any(tensor.device.type != "cpu" for tensor in tensors):
+        if any(tensor.device.type == "cuda" for tensor in tensors):
             found.append(name)
     return found
 
@@ -141,10 +147,14 @@ def _reduce_cuda(torch: Any, tensor: Any) -> Any:
 
 
 def _view(storage: Any) -> Any:
-    """A zero-copy view; the storage outlives it because the pickler holds the storage while it dumps."""
+    """A zero-copy view that keeps the storage alive: the buffers are read after the pickler is gone."""
     import ctypes
 
-    return (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()) if storage.nbytes() else b""
+    if not storage.nbytes():
+        return b""
+    view: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    view.storage = storage
+    return view
 
 
 def _storage_from(buffer: Any) -> Any:
@@ -177,11 +187,23 @@ def _private_modules_by_value(value: object) -> Generator[None, None, None]:
     if module is None or module.__name__ == "__main__" or _is_importable(module.__name__):
         yield
         return
-    pickler.register_pickle_by_value(module)
+    name = module.__name__
+    with _by_value_lock:
+        if name not in _by_value and name in pickler.list_registry_pickle_by_value():
+            shared = False  # the user registered it: it stays
+        else:
+            shared = True
+            _by_value[name] += 1
+            pickler.register_pickle_by_value(module)
     try:
         yield
     finally:
-        pickler.unregister_pickle_by_value(module)
+        with _by_value_lock:
+            if shared:
+                _by_value[name] -= 1
+                if not _by_value[name]:
+                    del _by_value[name]
+                    pickler.unregister_pickle_by_value(module)
 
 
 def _is_importable(name: str) -> bool:

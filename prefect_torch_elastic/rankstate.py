@@ -98,7 +98,7 @@ class RankState:
         return _parse_progress(step, total, at, b"")
 
     def _write(self) -> None:
-        text = json.dumps([self._phase, self._metrics], default=_plain).encode()
+        text = json.dumps([self._phase, self._metrics], default=_plain, skipkeys=True).encode()
         if len(text) > _SIZE - _TEXT_AT:
             text = json.dumps([self._phase[:_PHASE_CHARACTERS], {}]).encode()
         words = self._words

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,9 @@ def create_attempt(store: Path, run_key: str) -> AttemptFolder:
     """
     attempts = store / name_folder(run_key) / "attempts"
     try:
-        attempts.mkdir(parents=True, exist_ok=True)
+        store.mkdir(parents=True, exist_ok=True)
+        attempts.parent.mkdir(mode=0o700, exist_ok=True)
+        attempts.mkdir(exist_ok=True)
         number = max((int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()), default=0)
         while True:
             number += 1
@@ -100,3 +103,37 @@ def name_folder(run_key: str) -> str:
     if safe == run_key:
         return safe
     return f"{safe or 'run'}-{hashlib.sha256(run_key.encode()).hexdigest()[:8]}"
+
+
+def render_run_key(run_key: str | Callable[..., str] | None, arguments: Mapping[str, object]) -> str | None:
+    """Return the run's own name, None if it has none.
+
+    Args:
+        run_key: A text, a template over the parameters, or a callable that gets them.
+        arguments: The parameters of this call.
+
+    Raises:
+        SpecError: If the template does not fit the parameters, the callable raises, or the name is empty.
+    """
+    if run_key is None:
+        return None
+    if callable(run_key):
+        try:
+            name = str(run_key(**arguments))
+        except Exception as error:
+            raise SpecError(
+                f"`run_key` (`{getattr(run_key, '__name__', run_key)}`) raised "
+                f"{type(error).__name__}: {error}. It gets the parameters of the task by name."
+            ) from error
+    else:
+        try:
+            name = str(run_key).format(**arguments)
+        except (LookupError, ValueError, AttributeError) as error:
+            parameters = ", ".join(f"`{{{parameter}}}`" for parameter in arguments)
+            raise SpecError(
+                f"`run_key={run_key!r}` does not fit the task's parameters: {type(error).__name__}: {error}. "
+                f"Use {parameters or 'plain text'}."
+            ) from error
+    if not name.strip():
+        raise SpecError(f"`run_key={run_key!r}` gives an empty name. Pass a name, or leave it out.")
+    return name

@@ -6,7 +6,7 @@ values that contradict each other are found here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -207,16 +207,19 @@ def _check_processes_fit(spec: Spec) -> None:
         raise refusal("nproc_per_node", spec.nproc_per_node, cure, why=why)
 
 
-def fields_without_meaning_here(set_names: Iterable[str], *, work_pool: str | None) -> tuple[str, ...]:
+def fields_without_meaning_here(
+    set_fields: Mapping[str, object], *, work_pool: str | None
+) -> tuple[str, ...]:
     """Return the fields that were set and mean nothing where the gang runs, in the order of the spec.
 
     Args:
-        set_names: Names of the fields that somebody set.
+        set_fields: Fields that somebody set; None is not set, and `gpu=0` means something everywhere.
         work_pool: The pool that the gang runs in; None is this machine, which has no queue and no pods.
     """
     if work_pool is not None:
         return ()
-    names = (_FIELDS_OF_A_POOL | _FIELDS_TO_COME).intersection(set_names)
+    named = {name for name, value in set_fields.items() if value is not None and (name, value) != ("gpu", 0)}
+    names = named & (_FIELDS_OF_A_POOL | _FIELDS_TO_COME)
     return tuple(name for name in FIELD_NAMES if name in names)
 
 
@@ -268,7 +271,7 @@ def render_budgets(spec: Spec, *, retries: int) -> str:
     return (
         f"The function starts at most {_count(starts, 'time')}: "
         f"(1 + {_count(spec.max_restarts, 'restart')}) x {_count(spec.max_attempts, 'attempt')} "
-        f"x (1 + {_count(retries, 'retry')}); a preemption spends none of them."
+        f"x (1 + {_count(retries, 'retry')}); a preemption or a lost node spends none."
     )
 
 

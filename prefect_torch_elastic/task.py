@@ -9,24 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 from prefect.context import TaskRunContext
-from prefect.tasks import MaterializingTask, Task
+from prefect.tasks import Task
 
 from prefect_torch_elastic import compat, context
 from prefect_torch_elastic.caching import choose_cache_policy, source_without_decorators
-from prefect_torch_elastic.errors import (
-    ElasticError,
-    GangFailed,
-    MissingExtraError,
-    SpecError,
-    TransferError,
-)
-from prefect_torch_elastic.spec import FIELD_NAMES, Spec, build_spec, merge_fields
+from prefect_torch_elastic.errors import ElasticError, SpecError
+from prefect_torch_elastic.options import check_function, check_infrastructure, copy_task, split_options
+from prefect_torch_elastic.retrying import RetryCondition
+from prefect_torch_elastic.spec import Spec, build_spec, merge_fields
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State, TaskRun
     from prefect.tasks import TaskOptions
 
     from prefect_torch_elastic.block import TorchElastic
@@ -69,16 +64,18 @@ class ElasticTask(Task[P, R]):
     @classmethod
     def from_task(
         cls,
-        task: Task[P, R],
+        task: Task[Any, Any],
+        fn: Callable[P, R],
         *,
         infrastructure: Infrastructure,
         fields: Mapping[str, object],
         run_key: RunKey,
+        options: Mapping[str, Any],
     ) -> ElasticTask[P, R]:
-        """Return a copy of a plain task, with all of its options, that runs in a gang."""
+        """Return a copy of a task that runs `fn` in a gang; `options` replace options of the task."""
         new = cls.__new__(cls)
-        new.__dict__.update(task.__dict__)
-        new.bind(task.fn, infrastructure=infrastructure, fields=fields, run_key=run_key)
+        new.__dict__.update(copy_task(task, options).__dict__)
+        new.bind(fn, infrastructure=infrastructure, fields=fields, run_key=run_key)
         return new
 
     def bind(
@@ -90,6 +87,7 @@ class ElasticTask(Task[P, R]):
         run_key: RunKey,
     ) -> None:
         """Make this task, whose Prefect half is complete, run `fn` in a gang."""
+        check_infrastructure(infrastructure)
         self.user_fn = fn
         self.infrastructure = infrastructure
         self.fields = dict(fields)
@@ -101,7 +99,7 @@ class ElasticTask(Task[P, R]):
         self.fn = cast("Callable[P, R]", launch)
         self.source_code = source_without_decorators(fn) or self.source_code
         self.cache_policy = choose_cache_policy(self)
-        self.retry_condition_fn = _RetryCondition.around(self.retry_condition_fn)
+        self.retry_condition_fn = RetryCondition.around(self.retry_condition_fn)
 
     def with_options(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -118,16 +116,17 @@ class ElasticTask(Task[P, R]):
             options: Fields of `TorchElastic` and options of `prefect.task`.
         """
         fields, task_options = split_options(options)
-        condition = task_options.get("retry_condition_fn") or _RetryCondition.inside(self.retry_condition_fn)
-        plain: Any = super()
-        base: Task[P, R] = plain.with_options(**{**task_options, "retry_condition_fn": condition})
-        base.fn, base.task_key = self.user_fn, self.task_key
-        return type(self).from_task(
-            base,
+        own_condition = RetryCondition.inside(self.retry_condition_fn)
+        new = type(self).from_task(
+            self,
+            self.user_fn,
             infrastructure=infrastructure if infrastructure is not None else self.infrastructure,
             fields=merge_fields(self.fields, fields),
             run_key=run_key if run_key is not None else self.run_key,
+            options={"retry_condition_fn": own_condition, **task_options},
         )
+        compat.keep_bound_instance(self.fn, new.fn)
+        return new
 
     def resolve_spec(self) -> Spec:
         """Return the gang that the task asks for: call over decorator over block.
@@ -210,27 +209,15 @@ def elastic_task(infrastructure: Any = None, *, run_key: RunKey = None, **option
             return train(10)
         ```
     """
-    if not _is_infrastructure(infrastructure):
-        if callable(infrastructure) and run_key is None and not options:
-            return _Decorator(None, None, {})(infrastructure)
-        raise SpecError(
-            f"`infrastructure={infrastructure!r}` is not accepted. Pass a `TorchElastic` block or the name "
-            'of a saved one, such as "torch-elastic/h200-x4".'
-        )
-    return _Decorator(infrastructure, run_key, options)
-
-
-def _is_infrastructure(value: object) -> bool:
-    if value is None or isinstance(value, str):
-        return True
-    # Imported here: a block class costs 20 ms to make, and many programs never see one.
-    from prefect_torch_elastic.block import TorchElastic
-
-    return isinstance(value, TorchElastic)
+    is_function = callable(infrastructure) or isinstance(infrastructure, staticmethod | classmethod)
+    if is_function and run_key is None and not options:  # `@elastic_task` without parentheses
+        return _Decorator(None, None, {})(cast("Any", infrastructure))
+    return _Decorator(cast("Infrastructure", infrastructure), run_key, options)
 
 
 class _Decorator:
     def __init__(self, infrastructure: Infrastructure, run_key: RunKey, options: Mapping[str, Any]) -> None:
+        check_infrastructure(infrastructure)
         self._infrastructure, self._run_key = infrastructure, run_key
         self._fields, self._task_options = split_options(options)
         if not isinstance(infrastructure, str):
@@ -247,18 +234,16 @@ class _Decorator:
             )
         if isinstance(fn, Task):
             task = cast("Task[P, R]", fn)
-            _check_function(task.fn)
-            if isinstance(task, MaterializingTask):
-                raise TypeError(
-                    f"`{task.name}` is an asset task (`@materialize`), which `@elastic_task` cannot wrap. "
-                    "Materialize the asset in a task of its own, from the elastic task's result."
-                )
-            options: dict[str, Any] = self._task_options
-            base = task.with_options(**options) if options else task
+            check_function(task)
             return ElasticTask[P, R].from_task(
-                base, infrastructure=self._infrastructure, fields=self._fields, run_key=self._run_key
+                task,
+                task.fn,
+                infrastructure=self._infrastructure,
+                fields=self._fields,
+                run_key=self._run_key,
+                options=self._task_options,
             )
-        _check_function(fn)
+        check_function(fn)
         return ElasticTask(
             fn,
             infrastructure=self._infrastructure,
@@ -266,55 +251,6 @@ class _Decorator:
             run_key=self._run_key,
             **self._task_options,
         )
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the gang and the options of the task.
-
-    Raises:
-        SpecError: If a name is neither.
-    """
-    fields = {name: value for name, value in options.items() if name in FIELD_NAMES}
-    task_options = {name: value for name, value in options.items() if name not in FIELD_NAMES}
-    for name in task_options:
-        if name not in TASK_OPTIONS:
-            raise SpecError(_unknown_option(name))
-    return fields, task_options
-
-
-TASK_OPTIONS = frozenset(inspect.signature(cast("Any", Task).__init__).parameters) - {"self", "fn"}
-
-
-def _unknown_option(name: str) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, [*FIELD_NAMES, *TASK_OPTIONS], n=1)
-    hint = f"Did you mean `{close[0]}`?" if close else "See the fields of `TorchElastic` and `prefect.task`."
-    return f"`{name}` is neither a field of `TorchElastic` nor an option of `prefect.task`. {hint}"
-
-
-def _check_function(fn: Any) -> None:
-    from prefect.flows import Flow
-
-    if isinstance(fn, Flow):
-        raise TypeError(
-            f"`@elastic_task` stands above `@flow` on `{fn.name}`. A flow cannot run in a gang: "
-            "put `@elastic_task` on the function that trains, and call it in the flow."
-        )
-    if isinstance(fn, type):
-        raise TypeError(
-            f"`@elastic_task` needs a function, got the class `{fn.__name__}`. Put it on a function."
-        )
-    if isinstance(fn, staticmethod | classmethod):
-        kind = "staticmethod" if isinstance(fn, staticmethod) else "classmethod"
-        raise TypeError(f"`@elastic_task` stands above `@{kind}`. Put `@{kind}` on top.")
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"`@elastic_task` needs a function that returns, got the generator `{fn.__name__}`. "
-            "Return a value (rank 0's is the result), and report progress with `get_context().report(...)`."
-        )
-    if not callable(fn):
-        raise TypeError(f"`@elastic_task` needs a function, got `{fn!r}`. Put it on a function.")
 
 
 def _make_launch(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,7 +282,7 @@ def _make_launch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _own_run(launch: Callable[..., Any]) -> TaskRunContext | None:
     run = TaskRunContext.get()
-    if run is None or run.task.fn is not launch:
+    if run is None or run.task.fn is not launch or not isinstance(run.task, ElasticTask):
         return None
     if context.in_rank():
         raise ElasticError(
@@ -360,33 +296,13 @@ def _load_block(name: str) -> TorchElastic:
     from prefect_torch_elastic.block import TorchElastic
 
     document = name.removeprefix("torch-elastic/")
+    load: Any = TorchElastic.load
     try:
-        return cast(TorchElastic, TorchElastic.load(document))
+        return load(document, _sync=True)  # also in an async task: the caller waits in a thread
     except ValueError as error:
         raise SpecError(
             f"`infrastructure={name!r}`: there is no such block. Save one with "
             f'`TorchElastic(...).save("{document}")`, or pass the block itself.'
         ) from error
-
-
-class _RetryCondition(Generic[P, R]):
-    """Prefect's retry condition with ours in front: what cannot succeed is not retried."""
-
-    def __init__(self, condition: Callable[..., Any] | None) -> None:
-        self.condition = condition
-
-    @classmethod
-    def around(cls, condition: Callable[..., Any] | None) -> Callable[..., Any]:
-        return condition if isinstance(condition, cls) else cls(condition)
-
-    @classmethod
-    def inside(cls, condition: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        return cast("Any", condition).condition if isinstance(condition, cls) else condition
-
-    def __call__(self, task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> Any:
-        error = state.data
-        if isinstance(error, TransferError | SpecError | MissingExtraError):
-            return False
-        if isinstance(error, GangFailed) and error.diagnosis is not None and error.diagnosis.non_retryable:
-            return False
-        return True if self.condition is None else self.condition(task, task_run, state)
+    except RuntimeError as error:  # Prefect's word for a document that the block's class refuses
+        raise SpecError(f"`infrastructure={name!r}` cannot be used: {error.__cause__ or error}") from error

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import select
-import socket
-import struct
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, get_args
 
-_LENGTH = struct.Struct("!I")
-_MAX_FDS = 250  # SCM_MAX_FD of Linux is 253
+
+class GangStatus(StrEnum):
+    """How a gang ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    TIMED_OUT = "timed out"
+
+
+class VerdictAction(StrEnum):
+    """What a gang does after a round."""
+
+    RESTART = "restart"
+    FINISH = "finish"
+    FAIL = "fail"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,8 @@ class RunGang:
         nproc: Agent only: processes on this node.
         devices: Agent only: GPU ids for `CUDA_VISIBLE_DEVICES`; None leaves the variable as it is.
         endpoint: Agent only: `host:port` of the store that the nodes meet at; empty for one node.
+        restart_count: Agent only: restarts that the gang has spent; not 0 for an agent that replaces another.
+        after_round: Agent only: the gang's newest round so far; a new agent's rounds come after it.
     """
 
     run_key: str
@@ -59,6 +71,8 @@ class RunGang:
     nproc: int = 1
     devices: list[str] | None = None
     endpoint: str = ""
+    restart_count: int = 0
+    after_round: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +157,10 @@ class NodeRegroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Launcher to agent: what the gang does next: `restart`, `finish` or `fail`."""
+    """Launcher to agent: what the gang does next."""
 
     round: int
-    action: str
+    action: VerdictAction
     restart_count: int
 
 
@@ -176,7 +190,7 @@ class GangEnded:
     """Launcher to driver: the gang is over and nothing of it is left.
 
     Attributes:
-        status: `succeeded`, `failed`, `stopped` (as ordered) or `timed out`.
+        status: How it ended; `stopped` is as ordered.
         result: Path of rank 0's parcel, when it succeeded.
         diagnosis: Fields of the `Diagnosis`, when it failed.
         error: Path of the parcel with the culprit's exception, empty when it could not travel.
@@ -184,7 +198,7 @@ class GangEnded:
         killed: Ranks that did not leave within their grace and were killed.
     """
 
-    status: str
+    status: GangStatus
     result: str = ""
     diagnosis: dict[str, Any] = field(default_factory=dict[str, Any])
     error: str = ""
@@ -207,96 +221,12 @@ Message = (
     | Notice
     | GangEnded
 )
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        RunGang,
-        StopGang,
-        Quit,
-        RanksStarted,
-        LogLines,
-        Progress,
-        RanksFailed,
-        RanksReturned,
-        NodeRegroups,
-        Verdict,
-        NodeDone,
-        Notice,
-        GangEnded,
-    )
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-class ChannelClosed(Exception):  # noqa: N818  (an end, not a mistake)
-    """The other side is gone."""
-
-
-class Channel:
-    """One end of a socket pair that carries messages; reading never blocks longer than it is told to."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._pending = bytearray()
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def close(self) -> None:
-        self.socket.close()
-
-    def send(self, message: Message) -> None:
-        """Send one message.
-
-        Raises:
-            ChannelClosed: If the other side is gone.
-        """
-        body = json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode()
-        try:
-            self.socket.sendall(_LENGTH.pack(len(body)) + body)
-        except OSError as error:
-            raise ChannelClosed from error
-
-    def receive(self, timeout_seconds: float) -> Iterator[Message]:
-        """Yield the messages that are there, after waiting at most `timeout_seconds` for the first one.
-
-        Messages that a reader left, or that came together with one that is still being handled, come first.
-
-        Raises:
-            ChannelClosed: If the other side is gone and every message was yielded.
-        """
-        message = self._take()
-        if message is None and self._wait(timeout_seconds):
-            self._read()
-            message = self._take()
-        while message is not None:
-            yield message
-            message = self._take()
-
-    def _read(self) -> None:
-        try:
-            data = self.socket.recv(1 << 20)
-        except OSError as error:
-            raise ChannelClosed from error
-        if not data:
-            raise ChannelClosed
-        self._pending += data
-
-    def _take(self) -> Message | None:
-        """Return the next message that is here as a whole."""
-        if len(self._pending) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._pending)
-        if len(self._pending) < _LENGTH.size + length:
-            return None
-        body = bytes(self._pending[_LENGTH.size : _LENGTH.size + length])
-        del self._pending[: _LENGTH.size + length]
-        return parse_message(body)
-
-    def _wait(self, timeout_seconds: float) -> bool:
-        # poll, not select: a training process may well have more than 1024 open files
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(max(0.0, timeout_seconds) * 1000))
+def encode_message(message: Message) -> bytes:
+    """Return a message as JSON that `parse_message` reads."""
+    return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode()
 
 
 def parse_message(body: bytes) -> Message:
@@ -307,49 +237,8 @@ def parse_message(body: bytes) -> Message:
         fields["ranks"] = [RankInfo(**rank) for rank in fields["ranks"]]
     if kind is LogLines:
         fields["lines"] = [(level, text) for level, text in fields["lines"]]
+    if kind is Verdict:
+        fields["action"] = VerdictAction(fields["action"])
+    if kind is GangEnded:
+        fields["status"] = GangStatus(fields["status"])
     return kind(**fields)
-
-
-def send_request(connection: socket.socket, body: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send JSON with open files (`SCM_RIGHTS` on the length), as the fork server's protocol needs it."""
-    data = json.dumps(body).encode()
-    socket.send_fds(connection, [_LENGTH.pack(len(data))], list(fds))
-    connection.sendall(data)
-
-
-def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive what `send_request` sent.
-
-    Raises:
-        ChannelClosed: If the other side is gone.
-    """
-    try:
-        head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MAX_FDS)
-        if not head:
-            raise ChannelClosed
-        head += _read(connection, _LENGTH.size - len(head))
-        return json.loads(_read(connection, _LENGTH.unpack(head)[0])), list(fds)
-    except OSError as error:
-        raise ChannelClosed from error
-
-
-def wait_readable(connection: socket.socket, deadline: float) -> None:
-    """Wait until `connection` can be read.
-
-    Raises:
-        TimeoutError: If `time.monotonic()` passes `deadline` first.
-    """
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise ChannelClosed
-        data += piece
-    return data

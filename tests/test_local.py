@@ -15,18 +15,11 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_elastic import local
+from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.evidence import Category, parse_diagnosis
 from prefect_torch_elastic.local import GangCancelled, Launcher, LauncherPool, launcher_environment, run_gang
 from prefect_torch_elastic.node import processes
-from prefect_torch_elastic.wire import (
-    Channel,
-    ChannelClosed,
-    GangEnded,
-    Notice,
-    Quit,
-    RunGang,
-    StopGang,
-)
+from prefect_torch_elastic.wire import GangEnded, Notice, Quit, RunGang, StopGang
 from tests.gangs import kill, lives, wait_until
 
 REPOSITORY = str(Path(local.__file__).parents[1])

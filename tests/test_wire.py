@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_elastic import wire
+from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.wire import (
-    Channel,
-    ChannelClosed,
     GangEnded,
     LogLines,
     NodeDone,

@@ -16,6 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m prefect_torch_elastic.node", description=__doc__)
     parser.add_argument("--channel", type=int, required=True, metavar="FD", help="socket of the driver")
     parser.add_argument("--log", required=True, metavar="FILE", help="where launcher and agents write to")
+    parser.add_argument("--parent", type=int, required=True, metavar="PID", help="the driver")
     options = parser.parse_args()
     connection = socket.socket(fileno=options.channel)
     try:
@@ -23,20 +24,21 @@ def main() -> None:
     except ModuleNotFoundError as error:
         _refuse(connection, error)
         raise SystemExit(1) from error
-    run_launcher(connection, options.log)
+    run_launcher(connection, options.log, options.parent)
 
 
 def _refuse(connection: socket.socket, error: ModuleNotFoundError) -> None:
     """Tell the driver what is missing here: it has no torch to find that out itself."""
     from dataclasses import asdict
 
+    from prefect_torch_elastic.channel import Channel
     from prefect_torch_elastic.diagnosis import diagnose_setup
-    from prefect_torch_elastic.wire import Channel, GangEnded
+    from prefect_torch_elastic.wire import GangEnded, GangStatus
 
     problem = f"`{error.name}` is not installed in {sys.prefix}, where the gang was to run."
     if error.name in {"torch", "numpy"}:
         problem += " Run `pip install 'prefect-torch-elastic[torch]'` there."
-    Channel(connection).send(GangEnded(status="failed", diagnosis=asdict(diagnose_setup(problem))))
+    Channel(connection).send(GangEnded(status=GangStatus.FAILED, diagnosis=asdict(diagnose_setup(problem))))
 
 
 if __name__ == "__main__":

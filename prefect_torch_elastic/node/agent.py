@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -29,9 +30,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from prefect_torch_elastic import parcel
+from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.environment import build_rank_environment, build_rank_order
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
@@ -47,21 +49,22 @@ from prefect_torch_elastic.ranks import parse_endpoint
 from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.spec import Spec, restore_spec
 from prefect_torch_elastic.wire import (
-    Channel,
-    ChannelClosed,
     Message,
     NodeDone,
     NodeRegroups,
+    Notice,
     RanksFailed,
     RanksReturned,
     RanksStarted,
     RunGang,
     StopGang,
     Verdict,
+    VerdictAction,
 )
 
 FAILURE_GRACE_SECONDS = 5.0  # ranks whose gang has failed already cannot save anything together
 VERDICT_SECONDS = 30.0
+SLOW_IMPORT_SECONDS = 10.0
 EXIT_BARRIER_SECONDS = 5.0
 FIRST_CALL_SECONDS = 10.0  # for the nodes of a range that are not there yet; they all start together
 LAST_CALL_SECONDS = 1.0
@@ -98,21 +101,27 @@ class NodeAgent(SimpleElasticAgent):
         self._order, self._spec, self._handler, self._channel = order, spec, handler, channel
         self.server = server
         self._cold = spec.start_method != "warm"
-        self.ranks = RankSet(channel, read_channel=self._read_channel, tell=self._tell)
-        self._restart_count = 0
+        self.ranks = RankSet(channel, read_channel=self._read_channel, offer=self._offer, keep=self._servers)
+        self._restart_count = order.restart_count
         self._verdicts: dict[int, Verdict] = {}
         self._stop: StopGang | None = None
-        self._said_returned = False
+        self._said_returned = self._said_slow = False
         self._in_rendezvous = False
 
     # ------------------------------------------------------------ start
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._read_channel()
-        self._raise_if_stopped()
-        self._in_rendezvous = True
+        deadline = time.monotonic() + self._spec.rdzv_timeout_seconds
+        self._in_rendezvous = True  # before the channel is read: a SIGTERM in between must not be lost
         try:
-            cast("Any", super())._rendezvous(worker_group)
+            while True:
+                self._read_channel()
+                self._raise_if_stopped()
+                try:
+                    return cast("Any", super())._rendezvous(worker_group)
+                except (DistStoreError, RendezvousConnectionError):  # a node died while the round was formed
+                    if time.monotonic() > deadline:
+                        raise
         finally:
             self._in_rendezvous = False
 
@@ -180,7 +189,9 @@ class NodeAgent(SimpleElasticAgent):
         missing = [module for module in wanted if module not in self.server.modules]
         if not missing:
             return self.server, ""
-        server, preloaded = self.server.fork_server(missing, self._order.search_path)
+        server, preloaded = self.server.fork_server(
+            missing, self._order.search_path, waiting=self._wait_for_import
+        )
         if preloaded.safe:  # it takes over: restarts and the next gang find the modules loaded
             self.server.close()
             self.server = server
@@ -193,6 +204,15 @@ class NodeAgent(SimpleElasticAgent):
             "this gang starts cold (each rank imports for itself). Create threads and CUDA tensors inside "
             "functions, not at import."
         )
+
+    def _wait_for_import(self, seconds: float) -> None:
+        """Asked while the fork server imports: hear a stop, and say what takes so long."""
+        self._read_channel()
+        self._raise_if_stopped()
+        if seconds > SLOW_IMPORT_SECONDS and not self._said_slow:
+            self._said_slow = True
+            names = ", ".join(f"`{module}`" for module in [*self._order.modules, *self._spec.preload])
+            self._tell(Notice(level=logging.WARNING, text=f"Still importing {names}, ahead of the ranks."))
 
     # ------------------------------------------------------------ watch
 
@@ -215,7 +235,7 @@ class NodeAgent(SimpleElasticAgent):
             self._tell(RanksReturned(node=self._order.node, round=self._handler.round))
             self._read_channel(VERDICT_SECONDS if isinstance(self._handler, LoneRendezvous) else 0.0)
         verdict = self._verdicts.get(self._handler.round)
-        if verdict is None or verdict.action != "finish":
+        if verdict is None or verdict.action is not VerdictAction.FINISH:
             return RunResult(WorkerState.HEALTHY)
         values = {worker.global_rank: None for worker in self._worker_group.workers}
         return RunResult(WorkerState.SUCCEEDED, return_values=values)
@@ -227,11 +247,10 @@ class NodeAgent(SimpleElasticAgent):
         number = self._handler.round
         evidence = [asdict(rank) for rank in self.ranks.evidence()]
         self._tell(RanksFailed(node=self._order.node, round=number, ranks=evidence))
-        deadline = time.monotonic() + VERDICT_SECONDS
-        while number not in self._verdicts and self._stop is None and time.monotonic() < deadline:
+        while number not in self._verdicts and self._stop is None:  # the launcher's death is a stop too
             self._read_channel(TICK_SECONDS)
         verdict = self._verdicts.get(number)
-        go_on = verdict is not None and verdict.action == "restart" and self._stop is None
+        go_on = verdict is not None and verdict.action is VerdictAction.RESTART and self._stop is None
         self._remaining_restarts = _RESTART if go_on else _FAIL
         failures = {
             rank.rank: ProcessFailure(rank.local_rank, rank.pid, rank.code or 0, f"{rank.prefix}.none")
@@ -259,7 +278,8 @@ class NodeAgent(SimpleElasticAgent):
                         self._verdicts[message.round] = message
                         self._restart_count = message.restart_count
                     case StopGang():
-                        self._stop = message
+                        if self._stop is None or message.grace_seconds < self._stop.grace_seconds:
+                            self._stop = message
                     case _:
                         pass
         except ChannelClosed:
@@ -268,6 +288,11 @@ class NodeAgent(SimpleElasticAgent):
     def _tell(self, message: Message) -> None:
         with suppress(ChannelClosed):  # the next read notices it
             self._channel.send(message)
+
+    def _offer(self, message: Message) -> bool:
+        with suppress(ChannelClosed):
+            return self._channel.offer(message)
+        return False
 
     def _raise_if_stopped(self) -> None:
         if self._stop is not None:
@@ -287,8 +312,10 @@ class NodeAgent(SimpleElasticAgent):
     def _end_ranks(self, grace_seconds: float, *, reason: StopReason = StopReason.CANCELLED) -> None:
         """End the ranks within this grace; an order of the launcher has a grace of its own."""
         usual = min(grace_seconds, self._spec.grace_seconds)
-        servers = {self.server.pid} if self.server else set[int]()
-        self.ranks.end(lambda: self._stop.grace_seconds if self._stop else usual, reason=reason, keep=servers)
+        self.ranks.end(lambda: self._stop.grace_seconds if self._stop else usual, reason=reason)
+
+    def _servers(self) -> set[int]:
+        return {self.server.pid} if self.server else set()
 
 
 def _run_gang(order: RunGang, server: ForkServer | None, channel: Channel) -> ForkServer | None:
@@ -323,7 +350,7 @@ def _run_gang(order: RunGang, server: ForkServer | None, channel: Channel) -> Fo
 def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRendezvous:
     run_id = f"{order.task_run_id or order.run_key}-{order.attempt}"
     if not order.endpoint:
-        return LoneRendezvous(run_id)
+        return LoneRendezvous(run_id, after_round=order.after_round)
     host, _ = parse_endpoint(order.endpoint)
     configured = spec.rdzv_configs.get("last_call_timeout")
     return join_rendezvous(
@@ -348,7 +375,9 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     processes.adopt_orphans()
     server = ForkServer.fork_if_safe()  # before anything here starts a thread
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have as many ranks: one wait less in a round
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
+        "1"  # all nodes have as many ranks: one wait less in a round
+    )
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # ranks use the store that the agent starts
     channel = Channel(socket.socket(fileno=connection))
     with suppress(ChannelClosed):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,8 +58,8 @@ class GpuLease:
         self._locks.clear()
 
     def _lock(self, device: str) -> bool:
-        # One folder per user: a lock that somebody else owns could not be opened.
-        folder = Path(tempfile.gettempdir()) / f"prefect-torch-elastic-{os.getuid()}"
+        # Not TMPDIR, which differs between flows; one folder per user, for nobody opens another one's lock.
+        folder = Path("/tmp") / f"prefect-torch-elastic-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         name = "".join(letter if letter.isalnum() else "-" for letter in device)
         fd = os.open(folder / f"gpu-{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

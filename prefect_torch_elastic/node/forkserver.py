@@ -22,11 +22,18 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from prefect_torch_elastic import compat
+from prefect_torch_elastic.channel import (
+    ChannelClosed,
+    is_readable,
+    receive_request,
+    send_request,
+    wait_readable,
+)
 from prefect_torch_elastic.node import processes, ranklog
-from prefect_torch_elastic.wire import ChannelClosed, receive_request, send_request, wait_readable
 
 _REPLY_SECONDS = 60.0
 _PRELOAD_SECONDS = 300.0
+_WAIT_SECONDS = 0.2
 _DYING_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 _CHILDREN_AT_ONCE = 64  # their open files travel in one message, and Linux takes at most 253 of those
@@ -104,8 +111,15 @@ class ForkServer:
             logging.getLogger(__name__).warning("%s: everything here starts cold", error)
             return None
 
-    def fork_server(self, modules: Sequence[str], search_path: Sequence[str]) -> tuple[ForkServer, Preloaded]:
+    def fork_server(
+        self, modules: Sequence[str], search_path: Sequence[str], *, waiting: Callable[[float], None]
+    ) -> tuple[ForkServer, Preloaded]:
         """Fork a server from this one and import `modules` in it.
+
+        Args:
+            modules: Names of modules.
+            search_path: `sys.path` for them.
+            waiting: Called now and then with the seconds so far; what it raises ends the new server.
 
         Raises:
             ServerLost: If either server is gone or does not answer in time.
@@ -123,10 +137,12 @@ class ForkServer:
         finally:
             theirs.close()
         server = ForkServer(ours, pid, self.modules | frozenset(modules))
-        reply = server._ask(
-            {"op": "preload", "modules": list(modules), "path": list(search_path)}, _PRELOAD_SECONDS
-        )
-        return server, Preloaded(**reply)
+        request = {"op": "preload", "modules": list(modules), "path": list(search_path)}
+        try:
+            return server, Preloaded(**server._ask(request, _PRELOAD_SECONDS, waiting=waiting))
+        except BaseException:
+            server.close()
+            raise
 
     def fork(self, children: Sequence[Child]) -> list[int]:
         """Fork `children` in order and return their pids; they are this process's children now.
@@ -141,6 +157,10 @@ class ForkServer:
             requests = [{**child.__dict__, "fds": len(child.fds)} for child in some]
             try:
                 pids += self._ask({"op": "fork", "children": requests}, _REPLY_SECONDS, fds)["pids"]
+                if len(pids) < start + len(some):
+                    raise ServerLost(
+                        f"the fork server (pid {self.pid}) could not fork: no process or no memory"
+                    )
             except ServerLost:
                 for pid in pids:  # all or none: the caller starts all of them in another way
                     processes.kill_group(pid)
@@ -155,11 +175,21 @@ class ForkServer:
         processes.reap(self.pid, timeout_seconds=_CLOSE_SECONDS)
 
     def _ask(
-        self, request: dict[str, Any], timeout_seconds: float, fds: Sequence[int] = ()
+        self,
+        request: dict[str, Any],
+        timeout_seconds: float,
+        fds: Sequence[int] = (),
+        *,
+        waiting: Callable[[float], None] | None = None,
     ) -> dict[str, Any]:
+        started = time.monotonic()
         try:
             send_request(self._socket, request, fds)
-            wait_readable(self._socket, time.monotonic() + timeout_seconds)
+            while waiting and not is_readable(self._socket, _WAIT_SECONDS):
+                waiting(time.monotonic() - started)
+                if time.monotonic() - started > timeout_seconds:
+                    break
+            wait_readable(self._socket, started + timeout_seconds)
             return receive_request(self._socket)[0]
         except (OSError, ChannelClosed, TimeoutError) as error:
             raise ServerLost(f"the fork server (pid {self.pid}) is gone or does not answer") from error
@@ -196,12 +226,12 @@ def _serve(connection: socket.socket, owner: int) -> NoReturn:
                     os._exit(0)
             for fd in fds:
                 os.close(fd)
-    except ChannelClosed:
+    except ChannelClosed:  # the owner is gone; a server that fails by itself kills no rank
         code = 0
-    finally:
         for group in groups:
             processes.kill_group(group)
         _sweep_for_a_dead_launcher(owner)
+    finally:
         os._exit(code)
 
 
@@ -249,17 +279,22 @@ def _fork_children(
     middle = os.fork()
     if middle == 0:
         pids: list[int] = []
-        for request in requests:
-            mine, fds = fds[: request["fds"]], fds[request["fds"] :]
-            pid = os.fork()
-            if pid == 0:
-                connection.detach()
-                _become(request, mine, owner)
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # on both sides, so that an early killpg finds the group
-            pids.append(pid)
-        os.write(writer, ",".join(map(str, pids)).encode())
-        os._exit(0)
+        try:
+            for request in requests:
+                mine, fds = fds[: request["fds"]], fds[request["fds"] :]
+                pid = os.fork()
+                if pid == 0:
+                    connection.detach()
+                    _become(request, mine, owner)
+                with contextlib.suppress(OSError):
+                    os.setpgid(pid, pid)  # on both sides, so that an early killpg finds the group
+                pids.append(pid)
+            os.write(writer, ",".join(map(str, pids)).encode())
+        except OSError:  # no process or no memory: all or none
+            for pid in pids:
+                processes.kill_group(pid)
+        finally:
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from prefect_torch_elastic.attempts import Action, decide_restart
+from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.diagnosis import diagnose, diagnose_lost_node, diagnose_setup
 from prefect_torch_elastic.errors import ElasticError, SpecError
 from prefect_torch_elastic.evidence import Category, Diagnosis, RankEvidence
@@ -27,9 +29,8 @@ from prefect_torch_elastic.node.rendezvous import LOOPBACK, start_store
 from prefect_torch_elastic.ranks import ALLOW_SHARED_GPUS_VARIABLE, decide_processes, render_endpoint
 from prefect_torch_elastic.spec import parse_gpu, restore_spec
 from prefect_torch_elastic.wire import (
-    Channel,
-    ChannelClosed,
     GangEnded,
+    GangStatus,
     LogLines,
     Message,
     NodeDone,
@@ -42,10 +43,12 @@ from prefect_torch_elastic.wire import (
     RunGang,
     StopGang,
     Verdict,
+    VerdictAction,
 )
 
 SETTLE_SECONDS = 0.3  # for the other nodes' evidence, before the first failure is judged
 FAILURE_GRACE_SECONDS = 5.0
+STOPPED_SECONDS = 30.0  # an agent that is held by SIGSTOP or a debugger
 KILL_MARGIN_SECONDS = 8.0  # an agent needs its ranks' grace, and a moment to reap and report
 
 
@@ -62,6 +65,7 @@ class Gang:
         self.grace_seconds = spec.grace_seconds
         self._nodes, self._tell = nodes, tell
         self._lease = GpuLease()
+        self._nnodes = spec.max_nodes
         self._order = self._place(order)
         self._store = start_store() if spec.max_nodes > 1 else None
         self._busy: dict[int, Node] = {}
@@ -78,10 +82,12 @@ class Gang:
         self._stop_order: StopGang | None = None
         self._running_since: float | None = None
         self._killed: list[int] = []
+        self._newest_round = 0
         try:
-            for index in range(spec.max_nodes):
+            for index in range(self._nnodes):
                 self._start_node(index)
         except BaseException:
+            self._nodes.retire(*self._busy.values())  # they have the order already
             self.close()
             raise
 
@@ -115,7 +121,7 @@ class Gang:
         if not first and self._stop_order and order.grace_seconds >= self._stop_order.grace_seconds:
             return
         self._stop_order = order
-        self._outcome = self._outcome or GangEnded(status="stopped")
+        self._outcome = self._outcome or GangEnded(status=GangStatus.STOPPED)
         deadline = time.monotonic() + order.grace_seconds + KILL_MARGIN_SECONDS
         self._kill_at = min(self._kill_at or deadline, deadline)
         for node in self._busy.values():
@@ -137,25 +143,36 @@ class Gang:
             visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
             allow_shared_gpus=shared,
         )
-        try:
-            held = visible
-            if visible and not shared:
-                held = self._lease.acquire(visible, nproc * self._spec.max_nodes)
-        except SpecError as error:
-            raise ElasticError(str(error)) from error  # no mistake: other gangs hold the devices now
+        held = visible
+        if visible and not shared:
+            held = self._hold_gpus(visible, nproc)
         devices = held if held or without_gpus else None
         environment = with_thread_limit(environment, nproc=nproc)
         return replace(order, nproc=nproc, devices=devices, environment=environment)
+
+    def _hold_gpus(self, visible: list[str], nproc: int) -> list[str]:
+        """Hold GPUs for as many nodes as there can be, at least the minimum."""
+        for count in range(self._spec.max_nodes, self._spec.min_nodes - 1, -1):
+            try:
+                held = self._lease.acquire(visible, nproc * count)
+            except SpecError as error:
+                if count == self._spec.min_nodes:
+                    raise ElasticError(str(error)) from error  # no mistake: other gangs hold the devices now
+            else:
+                self._nnodes = count
+                return held
+        return []
 
     def _start_node(self, index: int) -> None:
         node = self._nodes.provide(index)
         self._busy[index] = node
         devices = self._order.devices
-        if devices and len(devices) == self._order.nproc * self._spec.max_nodes:
+        if devices and len(devices) == self._order.nproc * self._nnodes:
             devices = devices[index * self._order.nproc : (index + 1) * self._order.nproc]
         endpoint = render_endpoint(LOOPBACK, self._store.port) if self._store else ""
         (Path(self._order.folder) / f"node-{index}").mkdir(parents=True, exist_ok=True)
-        node.send(replace(self._order, node=index, devices=devices, endpoint=endpoint))
+        order = replace(self._order, node=index, devices=devices, endpoint=endpoint)
+        node.send(replace(order, restart_count=self._restarts, after_round=self._newest_round))
 
     def _read(self, node: Node) -> None:
         with suppress(ChannelClosed):
@@ -168,6 +185,7 @@ class Gang:
                 self._tell(message)
             case RanksStarted():
                 self._started[node.index] = message
+                self._newest_round = max(self._newest_round, message.round)
                 self._running_since = self._running_since or time.monotonic()
                 self._tell(message)
             case RanksReturned():
@@ -182,7 +200,7 @@ class Gang:
                 self._killed += message.killed
                 if not message.warm:
                     self._nodes.retire(node)
-                if message.problem and self._outcome is None:
+                if message.problem and self._outcome is None and not self._goes_on_without(node):
                     self._fail(self._diagnose_problem(node.index, message.problem))
             case _:
                 pass
@@ -202,17 +220,31 @@ class Gang:
         self._losses += 1
         self._broken |= {started.round, self._round} if started else {self._round, self._round + 1}
         how = f"its agent died ({render_exit(code)})"
+        rank = started.ranks[0].node_rank if started else node.index
         if self._losses >= self._spec.max_attempts:
-            reason = f"{how}; {self._losses} were lost, as many as `max_attempts` allows"
-            self._fail(diagnose_lost_node(node.index, reason=reason))
+            if not self._goes_on_without(node):
+                reason = f"{how}; {self._losses} were lost, as many as `max_attempts` allows"
+                self._fail(diagnose_lost_node(rank, reason=reason))
             return
-        self._tell(
-            Notice(
-                level=logging.WARNING,
-                text=f"node {node.index} was lost: {how}. It is replaced (this spends no restart).",
-            )
-        )
+        self._warn(f"node {rank} was lost: {how}. It is replaced (this spends no restart).")
         self._start_node(node.index)
+
+    def _goes_on_without(self, node: Node) -> bool:
+        """Whether enough nodes are left for a range such as `2:4`; then the gang goes on smaller."""
+        left = len(self._busy)
+        if left < self._spec.min_nodes or self._spec.min_nodes == self._spec.max_nodes:
+            return False
+        self._started.pop(node.index, None)
+        self._warn(f"node {node.index} is not replaced any more; the gang goes on with {left} node(s).")
+        return True
+
+    def give_up(self, problem: str) -> None:
+        """End the gang because its head cannot go on."""
+        if self._outcome is None:
+            self._fail(diagnose_setup(f"{problem}.", may_pass=True))
+
+    def _warn(self, text: str) -> None:
+        self._tell(Notice(level=logging.WARNING, text=text))
 
     # ------------------------------------------------------------ verdicts
 
@@ -228,8 +260,10 @@ class Gang:
         if any(self._returned.get(index) != number for index in members):
             return
         leader = next(info for index in members for info in self._started[index].ranks if info.rank == 0)
-        self._outcome = GangEnded(status="succeeded", result=str(Path(leader.log).with_suffix(".result")))
-        self._announce(Verdict(round=number, action="finish", restart_count=self._restarts))
+        self._outcome = GangEnded(
+            status=GangStatus.SUCCEEDED, result=str(Path(leader.log).with_suffix(".result"))
+        )
+        self._announce(Verdict(round=number, action=VerdictAction.FINISH, restart_count=self._restarts))
         outsiders = [node for index, node in self._busy.items() if index not in members]
         for node in outsiders:  # a node that slept through the end
             node.send(StopGang(reason="the gang has finished", grace_seconds=0.0))
@@ -243,7 +277,9 @@ class Gang:
         evidence = [RankEvidence(**fields) for fields in message.ranks]
         self._evidence.setdefault(message.round, {})[node.index] = evidence
         if message.round < self._round:  # the others went on without it: it may join them
-            node.send(Verdict(round=message.round, action="restart", restart_count=self._restarts))
+            node.send(
+                Verdict(round=message.round, action=VerdictAction.RESTART, restart_count=self._restarts)
+            )
             return
         reported = self._evidence[message.round].keys()
         members = {index for index, started in self._started.items() if started.round == message.round}
@@ -268,21 +304,16 @@ class Gang:
             self._restarts += action is Action.RESTART
             self._previous = diagnosis
         if action is Action.RESTART:
-            self._tell(
-                Notice(
-                    level=logging.WARNING,
-                    text=f"{diagnosis.summary.rstrip('.')}. The ranks start again: {decision_reason}.",
-                )
-            )
-            self._announce(Verdict(round=number, action="restart", restart_count=self._restarts))
+            self._warn(f"{diagnosis.summary.rstrip('.')}. The ranks start again: {decision_reason}.")
+            self._announce(Verdict(round=number, action=VerdictAction.RESTART, restart_count=self._restarts))
         else:
-            self._announce(Verdict(round=number, action="fail", restart_count=self._restarts))
+            self._announce(Verdict(round=number, action=VerdictAction.FAIL, restart_count=self._restarts))
             self._fail(diagnosis)
 
     def _was_broken(self, number: int, diagnosis: Diagnosis) -> bool:
         """Whether the ranks of this round are victims of a node that was lost or left them."""
-        is_victim = diagnosis.category is Category.PEER_LOST
-        return number in self._broken or (is_victim and number in self._left)
+        is_victim = diagnosis.category in {Category.PEER_LOST, Category.COLLECTIVE_TIMEOUT}
+        return is_victim and number in self._broken | self._left
 
     def _announce(self, verdict: Verdict) -> None:
         self._verdicts[verdict.round] = verdict
@@ -290,7 +321,9 @@ class Gang:
             node.send(verdict)
 
     def _fail(self, diagnosis: Diagnosis) -> None:
-        self._outcome = GangEnded(status="failed", diagnosis=asdict(diagnosis), error=diagnosis.error)
+        self._outcome = GangEnded(
+            status=GangStatus.FAILED, diagnosis=asdict(diagnosis), error=diagnosis.error
+        )
         # ranks of a failed gang cannot save anything together, but their own handlers get the grace
         grace = min(self.grace_seconds, FAILURE_GRACE_SECONDS)
         self._kill_at = time.monotonic() + grace + KILL_MARGIN_SECONDS
@@ -300,7 +333,8 @@ class Gang:
 
     def _conclude(self) -> GangEnded:
         outcome = self._outcome or GangEnded(
-            status="failed", diagnosis=asdict(diagnose_setup("every node left without a verdict."))
+            status=GangStatus.FAILED,
+            diagnosis=asdict(diagnose_lost_node(0, reason="every node left without a verdict")),
         )
         return replace(outcome, restarts=self._restarts, killed=sorted(set(self._killed)))
 
@@ -322,15 +356,18 @@ class Gang:
             self._judge()
         run_deadline = self._run_deadline()
         if run_deadline is not None and now >= run_deadline:
-            self._outcome = GangEnded(status="timed out")
+            self._outcome = GangEnded(status=GangStatus.TIMED_OUT)
             self.stop(StopGang(reason="`run_timeout_seconds` is over", grace_seconds=self.grace_seconds))
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
-            for node in list(self._busy.values()):
-                node.signal(9)
+            for node in self._busy.values():
+                node.signal(signal.SIGKILL)
+        for node in self._busy.values():
+            if node.stopped_seconds() > STOPPED_SECONDS:  # the others of a gang have gone on without it
+                node.signal(signal.SIGKILL)
 
 
 def refuse_gang(error: Exception) -> GangEnded:
     """Return the end of a gang that could not start here."""
     diagnosis = diagnose_setup(str(error), may_pass=not isinstance(error, SpecError))
-    return GangEnded(status="failed", diagnosis=asdict(diagnosis))
+    return GangEnded(status=GangStatus.FAILED, diagnosis=asdict(diagnosis))

@@ -14,15 +14,29 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
+from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.errors import ElasticError
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import ForkServer
 from prefect_torch_elastic.node.gang import Gang, refuse_gang
 from prefect_torch_elastic.node.nodes import Nodes
-from prefect_torch_elastic.wire import Channel, ChannelClosed, GangEnded, Quit, RunGang, StopGang
+from prefect_torch_elastic.runfolder import AttemptFolder
+from prefect_torch_elastic.wire import (
+    GangEnded,
+    GangStatus,
+    LogLines,
+    Message,
+    Notice,
+    Progress,
+    Quit,
+    RunGang,
+    StopGang,
+)
 
 _LOOK_SECONDS = 1.0
 # What every process of a gang needs, imported once before the first fork.
@@ -34,7 +48,7 @@ _PRELOADED = (
 )
 
 
-def run_launcher(connection: socket.socket, log: str) -> None:
+def run_launcher(connection: socket.socket, log: str, parent: int) -> None:
     """Serve a driver until it says quit or is gone; nothing is left afterwards."""
     _redirect(log)
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -43,7 +57,7 @@ def run_launcher(connection: socket.socket, log: str) -> None:
         importlib.import_module(module)
     processes.adopt_orphans()
     nodes = Nodes(ForkServer.fork_if_safe(), log)  # before anything here starts a thread
-    launcher = _Launcher(Channel(connection), nodes)
+    launcher = _Launcher(Channel(connection), nodes, parent)
     signal.signal(signal.SIGTERM, launcher.on_sigterm)
     try:
         launcher.serve()
@@ -55,9 +69,10 @@ def run_launcher(connection: socket.socket, log: str) -> None:
 
 
 class _Launcher:
-    def __init__(self, driver: Channel, nodes: Nodes) -> None:
+    def __init__(self, driver: Channel, nodes: Nodes, parent: int) -> None:
         self._driver, self._nodes = driver, nodes
-        self._parent = os.getppid()
+        self._parent = parent
+        self._dropped = 0
         self._gone = False
         self._terminated = False
 
@@ -69,7 +84,7 @@ class _Launcher:
             for message in self._read_driver(_LOOK_SECONDS):
                 match message:
                     case RunGang():
-                        self._run(message)
+                        self._run(message)  # it reads on from the next message
                     case Quit():
                         return
                     case _:
@@ -78,14 +93,17 @@ class _Launcher:
     def _run(self, order: RunGang) -> None:
         try:
             gang = Gang(order, self._nodes, self._tell)
-        except (ElasticError, OSError) as error:
+        except (ElasticError, OSError, RuntimeError) as error:
             self._tell(refuse_gang(error))
             return
         with contextlib.closing(gang):
             while gang.ended is None:
                 if self._gone or self._terminated:
                     gang.stop(StopGang(reason="the flow's process is gone", grace_seconds=gang.grace_seconds))
-                gang.step(self._driver if not self._gone else None, _LOOK_SECONDS)
+                try:
+                    gang.step(self._driver if not self._gone else None, _LOOK_SECONDS)
+                except (ElasticError, OSError) as error:
+                    gang.give_up(f"node lost, and no new one can be started: {error}")
                 for message in self._read_driver(0.0):
                     match message:
                         case StopGang():
@@ -95,33 +113,45 @@ class _Launcher:
                         case _:
                             pass
             self._tell(_blame_signal(gang.ended) if self._terminated else gang.ended)
+        if self._gone:  # nobody else removes what held the arguments
+            AttemptFolder(number=order.attempt, path=Path(order.folder)).tidy()
 
-    def _read_driver(self, timeout_seconds: float) -> list[object]:
+    def _read_driver(self, timeout_seconds: float) -> Iterator[object]:
         """Return the driver's messages.
 
         Its death shows as the end of the channel or, if a child of it holds that open, as a new parent.
         """
+        if os.getppid() != self._parent:
+            self._gone = True
         if self._gone:
-            return []
+            return
         try:
-            return list(self._driver.receive(timeout_seconds))
+            yield from self._driver.receive(timeout_seconds)
         except ChannelClosed:
             self._gone = True
-        finally:
-            if os.getppid() != self._parent:
-                self._gone = True
-        return []
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: Message) -> None:
+        """Pass a message on; what is for people is dropped, and counted, while the driver does not read."""
         with contextlib.suppress(ChannelClosed):
-            self._driver.send(message)  # pyright: ignore[reportArgumentType]
+            if not isinstance(message, LogLines | Progress | Notice):
+                self._driver.send(message)
+            elif self._driver.offer(message):
+                self._report_dropped()
+            else:
+                self._dropped += len(message.lines) if isinstance(message, LogLines) else 1
+
+    def _report_dropped(self) -> None:
+        if self._dropped:
+            text = f"{self._dropped} lines are missing here, but not in the files: the flow did not read."
+            self._dropped = 0
+            self._driver.offer(Notice(level=logging.WARNING, text=text))
 
 
 def _blame_signal(ended: GangEnded) -> GangEnded:
     """A gang that was stopped because somebody sent SIGTERM to its launcher did not stop as ordered."""
-    if ended.status != "stopped":
+    if ended.status is not GangStatus.STOPPED:
         return ended
-    return replace(ended, status="failed", diagnosis=asdict(diagnose_lost_launcher(-signal.SIGTERM)))
+    return replace(ended, status=GangStatus.FAILED, diagnosis=asdict(diagnose_lost_launcher(-signal.SIGTERM)))
 
 
 def _redirect(log: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -11,10 +10,11 @@ import sys
 import time
 from contextlib import suppress
 
+from prefect_torch_elastic.channel import Channel, ChannelClosed, is_readable
 from prefect_torch_elastic.errors import ElasticError
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
-from prefect_torch_elastic.wire import Channel, ChannelClosed, Message, Quit
+from prefect_torch_elastic.wire import Message, Quit
 
 QUIT_SECONDS = 5.0
 
@@ -26,6 +26,15 @@ class Node:
         self.index, self.pid, self.channel = index, pid, channel
         self.pidfd = os.pidfd_open(pid)
         self.code: int | None = None
+        self._stopped_since: float | None = None
+
+    def stopped_seconds(self) -> float:
+        """How long the agent has been held by SIGSTOP or a debugger."""
+        if not processes.is_stopped(self.pid):
+            self._stopped_since = None
+            return 0.0
+        self._stopped_since = self._stopped_since or time.monotonic()
+        return time.monotonic() - self._stopped_since
 
     def send(self, message: Message) -> None:
         with suppress(ChannelClosed):  # its death is noticed by pidfd
@@ -64,8 +73,10 @@ class Nodes:
         Raises:
             ElasticError: If none can be started.
         """
-        if index in self.living:
-            return self.living[index]
+        if (node := self.living.get(index)) is not None:
+            if not is_readable(node.pidfd, 0.0):
+                return node
+            self.bury(node)  # it died between two gangs
         ours, theirs = socket.socketpair()
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         child = Child(
@@ -87,8 +98,10 @@ class Nodes:
 
     def _fork(self, child: Child) -> int | None:
         if self._seed is not None:
-            with suppress(ServerLost):
+            try:
                 return self._seed.fork([child])[0]
+            except ServerLost:
+                self._seed = None
         return None
 
     def bury(self, node: Node) -> int:
@@ -105,7 +118,7 @@ class Nodes:
             node.send(Quit())
         deadline = time.monotonic() + QUIT_SECONDS
         for node in nodes:
-            select.select([node.pidfd], [], [], max(0.0, deadline - time.monotonic()))
+            is_readable(node.pidfd, deadline - time.monotonic())
             node.signal(signal.SIGKILL)
             self.bury(node)
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import select
 import signal
+import time
 from pathlib import Path
 
 MARK = "PTE_MARK"
@@ -14,6 +15,7 @@ MARK = "PTE_MARK"
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SELF = Path("/proc/self")
+_REAP_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -100,9 +102,22 @@ def kill_children(*, keep: set[int]) -> list[int]:
         for pid in orphans:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
                 killed.append(pid)
+        deadline = time.monotonic() + _REAP_SECONDS
+        while any(pid in orphans for pid in list_children()) and time.monotonic() < deadline:
+            reap_orphans(keep=keep)
+            time.sleep(0.002)
+        if time.monotonic() >= deadline:  # the kernel holds one (a dead disk, a GPU driver): nothing ends it
+            break
     return killed
+
+
+def reap_orphans(*, keep: set[int]) -> None:
+    """Take the status of children that have ended and are not in `keep`."""
+    for pid in list_children():
+        if pid not in keep:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def kill_marked(mark: str) -> list[int]:

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from prefect_torch_elastic.rankstate import RankState
 MESSAGE_CHARACTERS = 2_000
 TRACEBACK_CHARACTERS = 20_000
 HOLD_SECONDS = 2.0
+ORDER = "PTE_RANK_ORDER"  # environment variable of a cold rank
 _OUR_FRAMES = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -79,7 +80,7 @@ def run_rank(spec: dict[str, Any], fds: list[int]) -> int:
     _redirect(log)
     context.bind(RankState(page))
     os.close(page)
-    stacks = open(f"{order.prefix}.stacks", "w")  # noqa: SIM115  (the process's last words go there)
+    stacks = open(f"{order.prefix}.stacks", "w", opener=_private)  # noqa: SIM115  (for its last words)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)  # C level: needs no GIL
     ranklog.start_logging(sys.stdout)
@@ -120,20 +121,21 @@ def _prepare(order: RankOrder) -> None:
 
 def _run(order: RankOrder, news: int) -> int:
     stage = "load"
+    is_leader = os.environ["RANK"] == "0"  # user code may change its environment
     try:
         function, args, kwargs = parcel.read_parcel(Path(order.call), key=None)
         stage = "run"
         _tell(news, "start")
         value = _call(function, args, kwargs)
         stage = "result"
-        if os.environ["RANK"] == "0":
+        if is_leader:
             _write_result(order, value)
         _tell(news, "returned")
     except BaseException as error:  # noqa: BLE001  (everything that a rank raises is told)
         if isinstance(error, SystemExit) and stage == "run" and error.code in (None, 0):
-            return _run_ended_by_exit(order, news)
+            return _run_ended_by_exit(order, news, is_leader=is_leader)
         _tell(news, "raised")
-        _write_error(order, error, stage)
+        _write_error(order, error, stage, news)
         _tell(news, "recorded")
         _hold()
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
@@ -147,9 +149,9 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
     return value
 
 
-def _run_ended_by_exit(order: RankOrder, news: int) -> int:
+def _run_ended_by_exit(order: RankOrder, news: int, *, is_leader: bool) -> int:
     # sys.exit() in a script is a normal end; its value is None.
-    if os.environ["RANK"] == "0":
+    if is_leader:
         _write_result(order, None)
     _tell(news, "returned")
     return 0
@@ -165,7 +167,7 @@ def _write_result(order: RankOrder, value: Any) -> None:
         ) from error
 
 
-def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
+def _write_error(order: RankOrder, error: BaseException, stage: str, news: int) -> None:
     text = _render_traceback(error)
     with contextlib.suppress(ValueError, OSError):  # user code may have closed them
         sys.stdout.flush()
@@ -186,8 +188,24 @@ def _write_error(order: RankOrder, error: BaseException, stage: str) -> None:
     )
     target = Path(f"{order.prefix}.error.json")
     temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(record)))
-    temporary.replace(target)
+    try:
+        with open(temporary, "w", opener=_private) as file:
+            file.write(json.dumps(asdict(record)))
+        temporary.replace(target)
+    except OSError:  # the disk is full: what fits goes to the agent through the pipe
+        short = replace(
+            record,
+            exc_message=_cut(record.exc_message, 500),
+            traceback=_cut(record.traceback, 1000),
+            parcel="",
+        )
+        with contextlib.suppress(OSError):
+            os.write(news, f"lost {json.dumps(asdict(short))}\n".encode())
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read: a traceback may hold values of arguments."""
+    return os.open(path, flags, 0o600)
 
 
 def _text_of(error: BaseException) -> str:
@@ -261,13 +279,13 @@ def _tell(news: int, word: str) -> None:
 
 
 def main() -> int:
-    """Run a cold rank: `python -m prefect_torch_elastic.node.rank AGENT_PID SPEC FD FD FD`."""
-    agent, spec, *fds = sys.argv[1:]
+    """Run a cold rank: `python -m prefect_torch_elastic.node.rank AGENT_PID FD FD FD`; see `ORDER`."""
+    agent, *fds = sys.argv[1:]
     os.setpgid(0, 0)
     processes.die_with_parent()
     if os.getppid() != int(agent):
         return 71
-    return run_rank(json.loads(spec), [int(fd) for fd in fds])
+    return run_rank(json.loads(os.environ.pop(ORDER)), [int(fd) for fd in fds])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,9 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from prefect_torch_elastic.channel import is_readable
 from prefect_torch_elastic.evidence import RankEvidence
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import Child
+from prefect_torch_elastic.node.rank import ORDER
 from prefect_torch_elastic.node.tail import LogTail
 from prefect_torch_elastic.rankstate import RankState, StopReason
 from prefect_torch_elastic.wire import RankInfo
@@ -45,6 +46,8 @@ class RankProcess:
         self.told_at: float | None = None
         self.started = self.recorded = False
         self.reason = ""
+        self._record: dict[str, Any] = {}
+        self._unread = b""
         self._stopped_since: float | None = None
         for suffix in (".result", ".error", ".error.json", ".stacks"):
             Path(f"{prefix}{suffix}").unlink(missing_ok=True)  # of the round before
@@ -66,11 +69,11 @@ class RankProcess:
 
     def start_cold(self, child: Child) -> int:
         """Start the rank in a fresh interpreter and return its pid."""
-        command = [sys.executable, "-m", "prefect_torch_elastic.node.rank", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node.rank", str(os.getpid())]
         process = subprocess.Popen(
-            [*command, json.dumps(child.spec), *map(str, child.fds)],
+            [*command, *map(str, child.fds)],
             pass_fds=child.fds,
-            env=child.environment,
+            env={**child.environment, ORDER: json.dumps(child.spec)},  # it has a key: not for `ps`
             cwd=child.directory,
             stdin=subprocess.DEVNULL,
         )
@@ -95,8 +98,9 @@ class RankProcess:
             data = os.read(self.news, 4096)
         except BlockingIOError:
             return True
-        for line in data.decode().splitlines():
-            word, _, at = line.partition(" ")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            word, _, at = line.decode().partition(" ")
             match word:
                 case "start":
                     self.started = True
@@ -106,6 +110,8 @@ class RankProcess:
                     self.failed_at = float(at)
                 case "recorded":
                     self.recorded = True
+                case "lost":  # the disk is full: the record comes this way
+                    self._record = json.loads(at)
                 case _:
                     pass
         return bool(data)
@@ -119,7 +125,7 @@ class RankProcess:
         if not pid:
             return False
         self.code = os.waitstatus_to_exitcode(status)
-        while self.news >= 0 and select.select([self.news], [], [], 0)[0]:
+        while self.news >= 0 and is_readable(self.news, 0.0):
             if not self.read_news():
                 break
         if self.returned_at is None and self.failed_at is None:
@@ -166,13 +172,14 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL the rank and the process group that it leads."""
-        processes.kill_group(self.pid)
-        self.send(signal.SIGKILL)
+        """SIGKILL the rank and the process group that it leads; what it leaves is adopted by the agent."""
+        if self.alive:  # the number of a reaped leader may be somebody else's by now
+            processes.kill_group(self.pid)
+            self.send(signal.SIGKILL)
 
     def evidence(self, *, oom_killed: bool | None, memory_limit_bytes: int | None) -> RankEvidence:
         """Return what is known about the rank, after it has ended."""
-        record = self._read_record()
+        record = self._read_record() or self._record
         failed = self.returned_at is None and self.failed_at is not None
         told = self.told_at is not None and failed and (self.failed_at or 0.0) >= self.told_at
         stacks = Path(f"{self.prefix}.stacks")
@@ -185,7 +192,7 @@ class RankProcess:
             exit_code=self.code if self.code is not None and self.code >= 0 else None,
             signal=-self.code if self.code is not None and self.code < 0 and not record else None,
             told_to_stop=told and not self.reason,
-            stage=record.get("stage", "run"),
+            stage=record.get("stage", "run" if self.started else "start"),
             reason=self.reason,
             exc_type=record.get("exc_type"),
             exc_message=record.get("exc_message", ""),

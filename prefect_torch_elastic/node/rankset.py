@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import select
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ SETTLE_SECONDS = 0.1  # for victims to write their own error records
 RECORD_SECONDS = 2.0
 LEFTOVER_SECONDS = 5.0  # threads that still run after the function returned
 STOPPED_SECONDS = 5.0
+REAP_SECONDS = 5.0
 KILL_SECONDS = 5.0  # the kernel needs a moment to take a big process apart
 
 
@@ -33,18 +33,23 @@ class RankSet:
     """
 
     def __init__(
-        self, channel: Any, *, read_channel: Callable[[], None], tell: Callable[[Message], None]
+        self,
+        channel: Any,
+        *,
+        read_channel: Callable[[], None],
+        offer: Callable[[Message], bool],
+        keep: Callable[[], set[int]],
     ) -> None:
         self.ranks: list[RankProcess] = []
         self.killed: list[int] = []
-        self._read_channel, self._tell = read_channel, tell
+        self._read_channel, self._offer, self._keep = read_channel, offer, keep
         self._channel_fd = channel.fileno()
         self._watched: dict[int, RankProcess] = {}
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._ended = True
         self._oom_kills: int | None = None
-        self._progress_at = 0.0
+        self._progress_at = self._reaped_at = 0.0
         self._progress_seen: tuple[int | None, str] = (None, "")
 
     # ------------------------------------------------------------ start
@@ -105,6 +110,9 @@ class RankSet:
     def look_after(self) -> None:
         """End ranks that hold up the gang: stopped ones, and returned ones that do not end."""
         now = time.monotonic()
+        if now - self._reaped_at > REAP_SECONDS:
+            self._reaped_at = now
+            processes.reap_orphans(keep=self._keep() | {rank.pid for rank in self.ranks})
         for rank in self.ranks:
             if (seconds := rank.stopped_seconds()) > STOPPED_SECONDS:
                 rank.reason = f"was stopped (SIGSTOP or a debugger) for {seconds:.0f} s and held up the gang"
@@ -116,14 +124,15 @@ class RankSet:
                     f"rank {rank.rank} returned but did not end within {LEFTOVER_SECONDS:.0f} s: a thread or "
                     f"an exit handler still ran. It was ended; stacks: {rank.prefix}.stacks"
                 )
-                self._tell(Notice(level=logging.WARNING, text=text))
+                self._offer(Notice(level=logging.WARNING, text=text))
                 rank.kill()
 
     def send_logs(self, *, last: bool = False) -> None:
         """Send up the new lines of all logs, and what rank 0 reported."""
         for rank in self.ranks:
-            if lines := rank.tail.finish() if last else rank.tail.read():
-                self._tell(LogLines(rank=rank.rank, lines=lines))
+            lines = rank.tail.finish() if last else rank.tail.read()
+            if lines and not self._offer(LogLines(rank=rank.rank, lines=lines)):
+                rank.tail.count_cut(len(lines))
             if rank.rank == 0:
                 self._send_progress(rank, last=last)
 
@@ -143,17 +152,15 @@ class RankSet:
         """Return what is known about each rank, after `end`."""
         limit = memory.read_memory_limit()
         return [
-            rank.evidence(oom_killed=self._was_oom_killed(rank), memory_limit_bytes=limit)
-            for rank in self.ranks
+            rank.evidence(oom_killed=self._oom_kills_rose(), memory_limit_bytes=limit) for rank in self.ranks
         ]
 
-    def end(self, grace_seconds: Callable[[], float], *, reason: StopReason, keep: set[int]) -> None:
+    def end(self, grace_seconds: Callable[[], float], *, reason: StopReason) -> None:
         """Ask the living ranks to stop, wait, kill the rest and whatever they left; nothing remains.
 
         Args:
             grace_seconds: Asked again while waiting, because a later order may shorten the grace.
             reason: What the ranks are told.
-            keep: Children of the agent that are no orphans: its fork servers.
         """
         if self._ended:
             return
@@ -176,7 +183,7 @@ class RankSet:
         deadline = time.monotonic() + KILL_SECONDS
         while any(rank.alive for rank in self.ranks) and time.monotonic() < deadline:
             self.pump(TICK_SECONDS)
-        processes.kill_children(keep=keep)
+        processes.kill_children(keep=self._keep())
         self.send_logs(last=True)
 
     def _wait_for_records(self) -> None:
@@ -186,8 +193,8 @@ class RankSet:
                 return
             self.pump(0.05)
 
-    def _was_oom_killed(self, rank: RankProcess) -> bool | None:
-        if self._oom_kills is None or rank.code != -signal.SIGKILL:
+    def _oom_kills_rose(self) -> bool | None:
+        if self._oom_kills is None:
             return None
         return (memory.count_oom_kills() or 0) > self._oom_kills
 
@@ -200,7 +207,7 @@ class RankSet:
         if progress.step is None or seen == self._progress_seen:
             return
         self._progress_at, self._progress_seen = now, seen
-        self._tell(
+        self._offer(
             Progress(
                 step=progress.step,
                 total_steps=progress.total_steps,

@@ -28,6 +28,7 @@ from prefect_torch_elastic.ranks import parse_endpoint
 LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 0.3
 LOST_SECONDS = 2.0
+STORE_SECONDS = 5.0
 _NEVER = 10**6  # torch's own expiry by wall clock, in missed beats: off
 
 
@@ -51,18 +52,23 @@ def start_store(address: str = LOOPBACK) -> TCPStore:
 
 
 def connect_store(endpoint: str) -> TCPStore:
-    """Return a client of the store at `host:port`."""
+    """Return a client of the store at `host:port`.
+
+    Its short timeout is for a leader that dies while a round is formed: the others wait in C++ for the
+    address that it did not publish, deaf to signals, and must come back to try another round.
+    """
     host, port = parse_endpoint(endpoint)
-    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+    timeout = timedelta(seconds=STORE_SECONDS)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class LoneRendezvous(RendezvousHandler):
     """A gang of one node: nobody to wait for. Each round gets a store of its own, so no key is stale."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, *, after_round: int = 0) -> None:
         self._run_id = run_id
         self._store: TCPStore | None = None
-        self.round = 0
+        self.round = after_round
 
     def get_backend(self) -> str:
         return "static"

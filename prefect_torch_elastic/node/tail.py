@@ -69,6 +69,10 @@ class LogTail:
             self._partial = b""
         return [*found, *self._render_cut()]
 
+    def count_cut(self, lines: int) -> None:
+        """Take note of lines that could not be sent up."""
+        self._cut_lines += lines
+
     def last_lines(self) -> list[str]:
         """Return the end of this round's log, for a failure report."""
         try:
