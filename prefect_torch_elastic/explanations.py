@@ -67,7 +67,7 @@ CURES: dict[Category, str] = {
     Category.SHARED_MEMORY: "Raise `shm_size`, or use fewer data loader workers.",
     Category.CRASHED: "The stacks at the crash are next to the rank's log (`*.stacks`).",
     Category.EXITED_EARLY: "Return from the function or raise an exception; do not call `os._exit`.",
-    Category.STOPPED_RESPONDING: "Find out who stopped it (a debugger, `kill -STOP`, a frozen container).",
+    Category.STOPPED_RESPONDING: "Find out who stopped it: a debugger, or somebody's `kill -STOP`.",
     Category.COLLECTIVE_TIMEOUT: (
         "All ranks must run the same collectives: compare the steps of the ranks and their stacks."
     ),

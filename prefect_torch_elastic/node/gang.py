@@ -235,7 +235,7 @@ class Gang:
         if left < self._spec.min_nodes or self._spec.min_nodes == self._spec.max_nodes:
             return False
         self._started.pop(node.index, None)
-        self._warn(f"node {node.index} is not replaced any more; the gang goes on with {left} node(s).")
+        self._warn(f"A node is not replaced any more; the gang goes on with {left} of {self._nnodes}.")
         return True
 
     def give_up(self, problem: str) -> None:
