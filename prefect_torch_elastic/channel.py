@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from prefect_torch_elastic.wire import Message, encode_message, parse_message
@@ -38,6 +39,11 @@ class Channel:
 
     def close(self) -> None:
         self.socket.close()
+
+    @property
+    def events(self) -> int:
+        """What to poll the channel for: news, and room while something has to go out."""
+        return select.POLLIN | select.POLLOUT if self._outgoing else select.POLLIN
 
     def send(self, message: Message) -> None:
         """Send a message that must arrive.
@@ -84,14 +90,26 @@ class Channel:
         Raises:
             ChannelClosed: If the other side is gone and every message was yielded.
         """
-        self.flush()
+        with suppress(ChannelClosed):  # told by the read, after the last words of the other side
+            self.flush()
         message = self._take()
-        if message is None and is_readable(self.socket, timeout_seconds):
+        if message is None and self._wait(timeout_seconds):
             self._read()
             message = self._take()
         while message is not None:
             yield message
             message = self._take()
+
+    def _wait(self, timeout_seconds: float) -> bool:
+        """Wait for something to read; the answer may depend on what has not gone out yet, so that goes on."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            poll = select.poll()
+            poll.register(self.socket, self.events)
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready or ready[0][1] != select.POLLOUT:
+                return bool(ready)
+            self.flush()
 
     def _read(self) -> None:
         try:

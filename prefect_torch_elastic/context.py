@@ -160,7 +160,8 @@ class ElasticContext:
             and not sampler.replacement
             and sampler.num_samples == len(source.dataset)
         )
-        if not usual or type(source.batch_sampler) not in {data.BatchSampler, type(None)}:
+        own_batches = source.batch_sampler is not None and source.batch_size is None
+        if not usual or own_batches:
             raise TypeError(
                 "`prepare_data_loader` splits loaders that go over a whole dataset, in order or shuffled. "
                 "Split a stream, a sampler or batches of your own by `get_context().rank` and `world_size`."

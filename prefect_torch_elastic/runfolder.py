@@ -128,7 +128,7 @@ def render_run_key(run_key: str | Callable[..., str] | None, arguments: Mapping[
     else:
         try:
             name = str(run_key).format(**arguments)
-        except (LookupError, ValueError, AttributeError) as error:
+        except Exception as error:  # a parameter's own formatting may raise anything
             parameters = ", ".join(f"`{{{parameter}}}`" for parameter in arguments)
             raise SpecError(
                 f"`run_key={run_key!r}` does not fit the task's parameters: {type(error).__name__}: {error}. "

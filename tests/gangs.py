@@ -189,8 +189,10 @@ class Driver:
 def serve_driver(runner: ScriptRunner, folder: Path) -> Iterator[Driver]:
     """A warm driver for the tests of one file."""
     driver = Driver(runner=runner, jobs=folder / "jobs")
-    yield driver
-    driver.script.end()
+    try:
+        yield driver
+    finally:
+        driver.script.end()
 
 
 @dataclass(frozen=True, kw_only=True)

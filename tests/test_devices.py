@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,9 +14,11 @@ from prefect_torch_elastic.node.devices import GpuLease, list_visible_gpus
 from prefect_torch_elastic.ranks import decide_processes
 
 HOLD = """
-import os, sys, tempfile, time
-from prefect_torch_elastic.node.devices import GpuLease
-lease = GpuLease()
+import sys, time
+from pathlib import Path
+from prefect_torch_elastic.node import devices
+devices._LOCKS = Path(sys.argv[3])
+lease = devices.GpuLease()
 print(",".join(lease.acquire(sys.argv[1].split(","), int(sys.argv[2]))), flush=True)
 time.sleep(60)
 """
@@ -26,8 +27,7 @@ time.sleep(60)
 @pytest.fixture(autouse=True)
 def lock_folder(tmp_path, monkeypatch):
     """Give the test its own locks: real ones may be held by real gangs."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(devices, "_LOCKS", tmp_path)
     return tmp_path
 
 
@@ -46,7 +46,7 @@ def lease():
 
 def holder(run_script, visible: str, count: int):
     """Start another process that holds GPUs, and return it with what it got."""
-    script = run_script.start(HOLD, args=[visible, str(count)])
+    script = run_script.start(HOLD, args=[visible, str(count), str(devices._LOCKS)])
     while not script.stdout.endswith("\n"):
         assert script.process.poll() is None, script.stderr
     return script, script.stdout.strip().split(",")

@@ -52,7 +52,6 @@ PEER_LOST = {
         "DistNetworkError",
         "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?",
     ),
-    "store-refused": ("ConnectionRefusedError", "[Errno 111] Connection refused"),
 }
 TIMEOUTS = {
     "gloo": (
@@ -128,7 +127,7 @@ BY_CATEGORY = {
     Category.EXITED_EARLY: [rank(exit_code=0), rank(exit_code=3)],
     Category.STOPPED_RESPONDING: [killed(reason="was stopped (SIGSTOP or a debugger) for 5 s")],
     Category.COLLECTIVE_TIMEOUT: [raised(*text) for text in TIMEOUTS.values()],
-    Category.PEER_LOST: [raised(*text) for name, text in PEER_LOST.items() if name != "store-refused"],
+    Category.PEER_LOST: [raised(*text) for text in PEER_LOST.values()],
     Category.RESULT_NOT_SENDABLE: [
         raised("TransferError", "rank 0 returned a function", number=0, stage="result")
     ],
@@ -180,6 +179,28 @@ def test_victim_that_raised_before_the_killed_rank_was_reaped_is_not_blamed_c003
     assert (verdict.rank, verdict.category, verdict.victims) == (1, Category.KILLED, [0])
 
 
+OF_ANYBODY = {
+    "refused": ("ConnectionRefusedError", "[Errno 111] Connection refused"),
+    "reset": ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+    "timeout": ("RuntimeError", "the request timed out"),
+}
+
+
+@pytest.mark.parametrize("text", OF_ANYBODY.values(), ids=list(OF_ANYBODY))
+def test_victim_whose_message_could_be_anybodys_is_known_by_torchs_frames_c003(text):
+    frames = '  File "/lib/torch/distributed/distributed_c10d.py", line 1, in barrier\n'
+    victim = raised(*text, number=0, failed_at=9.9, traceback=frames)
+    verdict = diagnose([victim, killed(1, failed_at=10.0)])
+    assert (verdict.rank, verdict.category, verdict.victims) == (1, Category.KILLED, [0])
+
+
+@pytest.mark.parametrize("text", OF_ANYBODY.values(), ids=list(OF_ANYBODY))
+def test_error_of_the_users_own_connection_is_the_users(text):
+    frames = '  File "/home/me/train.py", line 3, in download\n'
+    verdict = diagnose([raised(*text, number=0, failed_at=9.9, traceback=frames), raised(failed_at=10.0)])
+    assert (verdict.rank, verdict.category) == (0, Category.USER_ERROR)
+
+
 @pytest.mark.parametrize("text", TIMEOUTS.values(), ids=list(TIMEOUTS))
 def test_rank_that_waited_for_a_peer_is_not_blamed_for_its_error_c001(text):
     verdict = diagnose([raised(*text, number=0, failed_at=9.0), raised(failed_at=10.0)])
@@ -212,7 +233,7 @@ def test_first_victim_is_named_when_there_are_only_victims():
 
 
 def test_error_of_the_user_that_speaks_of_connections_is_no_peer_lost():
-    for text in [("OperationalError", "connection refused: database is away"), PEER_LOST["store-refused"]]:
+    for text in [("OperationalError", "connection refused: database is away"), OF_ANYBODY["refused"]]:
         assert diagnose([raised(*text)]).category is Category.USER_ERROR
 
 

@@ -34,6 +34,9 @@ def say(value):
 def sleep(spec, fds):
     time.sleep(60)
 
+def import_modules(names, path):
+    return server.fork_server(names, path, waiting=lambda seconds: None)
+
 processes.adopt_orphans()
 """
 START = "server = ForkServer.fork_from_here()\n"
@@ -211,6 +214,60 @@ say(not Path(f"/proc/{server.pid}").exists())
     assert gone
 
 
+def test_server_that_fails_by_itself_kills_no_child(owner):
+    lost, alive = owner(
+        START
+        + """
+(pid,) = server.fork([child("sleep")])
+forkserver.send_request(server._socket, {"op": "fork"})  # without children: it raises
+os.waitpid(server.pid, 0)
+try:
+    server.fork([child("sleep")])
+except ServerLost as error:
+    say(str(error))
+time.sleep(0.2)
+say(os.waitpid(pid, os.WNOHANG) == (0, 0))
+os.kill(pid, signal.SIGKILL)
+"""
+    )
+    assert "is gone or does not answer" in lost
+    assert alive
+
+
+def test_fork_that_fails_at_the_second_child_leaves_none_and_the_server_goes_on(owner, tmp_path):
+    lost, ended, code = owner(
+        f"FAILED = Path({str(tmp_path / 'failed')!r})"
+        + """
+def leave(spec, fds):
+    return 3
+
+real, forks = os.fork, []  # counted along a line of descent: server, middle, first child, second child
+
+def fork():
+    forks.append(1)
+    if len(forks) == 4 and not FAILED.exists():
+        FAILED.touch()
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return real()
+
+os.fork = fork
+"""
+        + START
+        + """
+try:
+    server.fork([child("sleep") for _ in range(3)])
+except ServerLost as error:
+    say(str(error))
+left = [pid for pid in processes.list_children() if pid != server.pid]
+say([wait(pid) for pid in left])
+say(wait(server.fork([child("leave")])[0]))
+"""
+    )
+    assert "could not fork: no process or no memory" in lost
+    assert ended == [-9]
+    assert code == 3
+
+
 def test_server_is_not_forked_from_a_process_with_threads(owner):
     (refused,) = owner(
         """
@@ -283,7 +340,7 @@ def tell(spec, fds):
 """
         + START
         + f"""
-gang, preloaded = server.fork_server(["calm"], [{str(modules)!r}, *sys.path])
+gang, preloaded = import_modules(["calm"], [{str(modules)!r}, *sys.path])
 say([preloaded.safe, preloaded.threads, preloaded.culprit])
 say([wait(pid) for pid in gang.fork([child("tell"), child("tell")])])
 gang.close()
@@ -302,7 +359,7 @@ def leave(spec, fds):
 """
         + START
         + f"""
-gang, preloaded = server.fork_server(["calm", "threaded", "json"], [{str(modules)!r}, *sys.path])
+gang, preloaded = import_modules(["calm", "threaded", "json"], [{str(modules)!r}, *sys.path])
 say([preloaded.safe, preloaded.threads, preloaded.culprit])
 gang.close()
 say(wait(server.fork([child("leave")])[0]))
@@ -316,11 +373,45 @@ def test_module_that_cannot_be_imported_is_left_to_the_ranks(owner, modules):
     (preloaded,) = owner(
         START
         + f"""
-_, preloaded = server.fork_server(["broken", "missing", "calm"], [{str(modules)!r}, *sys.path])
+_, preloaded = import_modules(["broken", "missing", "calm"], [{str(modules)!r}, *sys.path])
 say(preloaded.safe)
 """
     )
     assert preloaded is True
+
+
+def test_wait_for_an_import_that_is_broken_off_ends_the_importing_server_only(owner, modules):
+    (modules / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    asked, left, code = owner(
+        """
+def leave(spec, fds):
+    return 3
+
+class Stop(Exception):
+    pass
+
+asked = []
+
+def waiting(seconds):
+    asked.append(seconds)
+    if len(asked) == 2:
+        raise Stop
+
+forkserver._CLOSE_SECONDS = 0.1
+"""
+        + START
+        + f"""
+try:
+    server.fork_server(["slow"], [{str(modules)!r}, *sys.path], waiting=waiting)
+except Stop:
+    say(asked)
+say(processes.list_children() == [server.pid])
+say(wait(server.fork([child("leave")])[0]))
+"""
+    )
+    assert 0 < asked[0] < asked[1] < 5
+    assert left
+    assert code == 3
 
 
 # ---------------------------------------------------------------- a real rank

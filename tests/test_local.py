@@ -19,7 +19,7 @@ from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.evidence import Category, parse_diagnosis
 from prefect_torch_elastic.local import GangCancelled, Launcher, LauncherPool, launcher_environment, run_gang
 from prefect_torch_elastic.node import processes
-from prefect_torch_elastic.wire import GangEnded, Notice, Quit, RunGang, StopGang
+from prefect_torch_elastic.wire import GangEnded, GangStatus, Notice, Quit, RunGang, StopGang
 from tests.gangs import kill, lives, wait_until
 
 REPOSITORY = str(Path(local.__file__).parents[1])
@@ -223,7 +223,7 @@ def run(played, *, listen=lambda _: None, cancelled=lambda: False, grace_seconds
 
 
 def test_gang_ends_with_what_the_launcher_says(played):
-    ended = GangEnded(status="succeeded", result="/runs/rank-0.result")
+    ended = GangEnded(status=GangStatus.SUCCEEDED, result="/runs/rank-0.result")
     played.channel.send(Notice(level=20, text="started"))
     played.channel.send(ended)
     heard = []
@@ -257,7 +257,7 @@ def play_stop(played) -> threading.Thread:
 
     def answer() -> None:
         played.expect(StopGang)
-        played.channel.send(GangEnded(status="stopped"))
+        played.channel.send(GangEnded(status=GangStatus.STOPPED))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -307,7 +307,7 @@ def test_second_interrupt_ends_the_gang_at_once(played):
         played.channel.send(Notice(level=20, text="still stopping"))
         while not any(getattr(message, "reason", "") == "interrupted again" for message in played.received):
             played.received += played.channel.receive(0.1)
-        played.channel.send(GangEnded(status="stopped"))
+        played.channel.send(GangEnded(status=GangStatus.STOPPED))
 
     played.channel.send(Notice(level=20, text="x"))
     thread = threading.Thread(target=answer)
@@ -355,6 +355,17 @@ def test_launcher_is_marked_in_a_session_of_its_own_and_has_one_file_of_ours(log
     assert set(fds) <= {"0", "1", "2", "10", "255", arguments[arguments.index("--channel") + 1]}
     with pytest.raises(ChannelClosed):
         list(launcher.channel.receive(5.0))
+    launcher.close()
+
+
+def test_log_of_a_launcher_is_for_its_owner_only_whatever_the_umask(log, monkeypatch):
+    monkeypatch.setattr(local.sys, "executable", "/bin/true")
+    before = os.umask(0)
+    try:
+        launcher = local.start_launcher(dict(os.environ), key=(), log=log)
+    finally:
+        os.umask(before)
+    assert log.stat().st_mode & 0o777 == 0o600
     launcher.close()
 
 

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import pickle
+import resource
 import threading
 from pathlib import Path
 
@@ -94,14 +95,26 @@ def test_nothing_is_left_when_the_value_cannot_be_pickled(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_nothing_is_left_when_the_disk_is_full(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fchmod", fail)
-    with pytest.raises(OSError, match="No space left"):
-        parcel.write_parcel(tmp_path / "call", 1, key=KEY)
+def test_nothing_is_left_when_the_disk_is_full(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (50_000, limits[1])
+    )  # what a file may grow to, as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            parcel.write_parcel(tmp_path / "call", bytes(1_000_000), key=KEY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []
+
+
+def test_parcel_is_for_its_owner_only_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        parcel.write_parcel(tmp_path / "call", 1, key=KEY)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "call").stat().st_mode & 0o777 == 0o600
 
 
 # ---------------------------------------------------------------- refused, and never unpickled

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import decimal
+import gc
 import json
 import pickle
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -112,6 +115,24 @@ def test_typed_storage_comes_back(torch):
     assert torch.tensor([], dtype=back.dtype).set_(untyped_storage(back)).tolist() == [1.5, 2.5]
 
 
+def test_tensors_that_live_only_while_they_are_pickled_arrive_intact(torch):
+    class Fresh:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __getstate__(self):
+            return {"weights": torch.full((4096,), float(self.number)), "number": self.number}
+
+    for _ in range(5):
+        data, buffers = pickles.dump([Fresh(number) for number in range(40)])
+        gc.collect()
+        noise = [torch.full((4096,), -1.0) for _ in range(40)]  # takes the memory of what was freed
+        back = pickles.load(data, [bytearray(buffer.raw()) for buffer in buffers])
+        assert [fresh.number for fresh in back] == list(range(40))
+        assert all(bool((fresh.weights == fresh.number).all()) for fresh in back)
+        del noise
+
+
 def test_array_travels_as_a_buffer():
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(1000)
@@ -184,6 +205,47 @@ def test_module_travels_by_value_only_during_the_dump(monkeypatch):
     with pytest.raises(TransferError):
         pickles.dump((module.train, (LOCK,), {}))
     assert module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+
+
+class Slow:
+    """Pickling it takes a moment, so that dumps of several threads overlap."""
+
+    def __reduce__(self):
+        time.sleep(0.002)
+        return Slow, ()
+
+
+def test_module_travels_by_value_in_every_thread_that_pickles_it(monkeypatch):
+    import cloudpickle
+
+    source = (
+        NOTEBOOK + "def wait_and_train():\n    return slow, train()\n"
+    )  # its globals travel in this order
+    module = shared_module("__prefect_loader_4715__", source, monkeypatch)
+    module.slow = Slow()  # pyright: ignore[reportAttributeAccessIssue]
+    start = threading.Barrier(4)
+
+    def dump(_: int) -> list[bytes]:
+        start.wait(10)
+        return [pickles.dump((module.wait_and_train, (), {}))[0] for _ in range(10)]
+
+    with ThreadPoolExecutor(4) as threads:
+        dumps = [data for some in threads.map(dump, range(4)) for data in some]
+    assert module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    monkeypatch.delitem(sys.modules, module.__name__)  # as in a rank
+    assert {json.loads(pickle.loads(data)[0]()[1])[0] for data in dumps} == {0.5}
+
+
+def test_module_that_the_user_registered_stays_registered(monkeypatch):
+    import cloudpickle
+
+    module = shared_module("__prefect_loader_4716__", NOTEBOOK, monkeypatch)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        pickles.dump((module.train, (), {}))
+        assert module.__name__ in cloudpickle.list_registry_pickle_by_value()
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_module_that_everybody_can_import_travels_by_name():
@@ -271,6 +333,15 @@ def test_error_text_is_one_short_line():
     assert isinstance(refused.value.__cause__, ValueError)
 
 
+def test_lack_of_memory_is_not_blamed_on_the_value():
+    class Large:
+        def __reduce__(self):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        pickles.dump([Large()])
+
+
 def test_culprit_among_arguments_is_named():
     def train(steps, lock):
         return steps, lock
@@ -313,10 +384,14 @@ def test_type_name_is_what_people_write(value, name):
     assert pickles.type_name(value) == name
 
 
-def test_cuda_arguments_are_named_without_importing_torch(torch):
-    on_gpu = torch.ones(2, device="meta")  # any device but the CPU
-    layer = torch.nn.Linear(2, 2)
-    arguments = {"x": on_gpu, "model": layer.to("meta"), "cpu": torch.ones(1), "steps": 3}
+def test_cuda_arguments_are_named(torch):
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", OnGpu(2))
+    elsewhere = torch.ones(2, device="meta")
+    arguments = {"x": OnGpu(2), "model": model, "cpu": torch.ones(1), "meta": elsewhere, "steps": 3}
     assert pickles.find_cuda_arguments(arguments) == ["x", "model"]
 
 

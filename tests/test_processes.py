@@ -154,6 +154,39 @@ kept.kill()
     assert result.stdout.split() == ["True", "True", "True"], result.stderr
 
 
+def test_orphans_that_have_ended_are_reaped_and_others_are_left():
+    ended, kept = (_fork_and_leave() for _ in range(2))
+    wait_until(lambda: not lives(ended) and not lives(kept), 5.0)
+    processes.reap_orphans(keep={kept})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(ended, os.WNOHANG)
+    assert os.waitpid(kept, 0)[0] == kept
+
+
+def test_orphan_that_lives_is_not_waited_for(start):
+    child = start()
+    started = time.monotonic()
+    processes.reap_orphans(keep=set())
+    assert time.monotonic() - started < 5
+    assert child.poll() is None
+
+
+def test_child_that_cannot_be_killed_is_given_up_at_the_deadline(monkeypatch):
+    stuck = 2**22 - 1  # in the kernel for ever: on a dead disk, in a GPU driver
+    monkeypatch.setattr(processes, "list_children", lambda: [stuck])
+    monkeypatch.setattr(processes, "_REAP_SECONDS", 0.1)
+    started = time.monotonic()
+    processes.kill_children(keep=set())
+    assert 0.1 <= time.monotonic() - started < 5
+
+
+def _fork_and_leave() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    return child
+
+
 def test_process_dies_with_its_parent(run_script):
     script = run_script.start(
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from prefect_torch_elastic.runfolder import (
     AttemptFolder,
     create_attempt,
     name_folder,
+    render_run_key,
     resolve_store,
 )
 
@@ -91,9 +93,19 @@ def test_store_that_cannot_be_written_is_named_with_the_cure(tmp_path):
         create_attempt(tmp_path / "runs", "run")
     message = str(refused.value)
     assert str(tmp_path / "runs") in message
-    assert "Not a directory" in message
+    assert "cannot be made" in message
+    assert "File exists" in message
     assert "`store=`" in message
     assert STORE_VARIABLE in message
+
+
+def test_run_folder_is_for_its_owner_only_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        create_attempt(tmp_path / "store", "run")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "store" / "run").stat().st_mode & 0o777 == 0o700
 
 
 def test_file_in_the_place_of_the_run_is_named(tmp_path):
@@ -140,6 +152,56 @@ def test_folder_name_is_one_short_component_that_hides_nothing(key):
 def test_folder_name_is_stable_over_versions():
     digest = hashlib.sha256(b"flow/train 1").hexdigest()[:8]
     assert name_folder("flow/train 1") == f"flow-train-1-{digest}"
+
+
+# ---------------------------------------------------------------- run keys
+
+
+@pytest.mark.parametrize(
+    ("run_key", "name"),
+    [
+        pytest.param(None, None, id="none"),
+        pytest.param("pretrain", "pretrain", id="text"),
+        pytest.param("{size}-{lr:.0e}", "7b-3e-04", id="template"),
+        pytest.param(lambda size, lr: f"{size}x", "7bx", id="callable"),
+    ],
+)
+def test_run_key_is_made_of_the_parameters(run_key, name):
+    assert render_run_key(run_key, {"size": "7b", "lr": 3e-4}) == name
+
+
+def raise_key_error(**_):
+    raise KeyError("size")
+
+
+@pytest.mark.parametrize(
+    "run_key",
+    [
+        pytest.param("{sise}", id="unknown-parameter"),
+        pytest.param("{}", id="no-name"),
+        pytest.param("{0}", id="number"),
+        pytest.param("{size", id="open-bracket"),
+        pytest.param("{size!z}", id="unknown-conversion"),
+        pytest.param("{size:d}", id="wrong-format"),
+        pytest.param("{size.width}", id="no-such-attribute"),
+        pytest.param("{steps[0]}", id="no-such-item"),
+        pytest.param("{nothing:>8}", id="format-of-none"),
+        pytest.param("  ", id="blank"),
+        pytest.param("{empty}", id="empty"),
+        pytest.param(raise_key_error, id="callable-raises"),
+        pytest.param(lambda: "x", id="callable-takes-nothing"),
+    ],
+)
+def test_run_key_that_cannot_be_made_is_refused(run_key):
+    with pytest.raises(SpecError, match="`run_key"):
+        render_run_key(run_key, {"size": "7b", "steps": 3, "nothing": None, "empty": ""})
+
+
+def test_run_key_that_does_not_fit_names_the_parameters():
+    with pytest.raises(SpecError) as refused:
+        render_run_key("{sise}", {"size": "7b", "lr": 1.0})
+    assert "`run_key='{sise}'` does not fit the task's parameters: KeyError: 'sise'." in str(refused.value)
+    assert "Use `{size}`, `{lr}`." in str(refused.value)
 
 
 # ---------------------------------------------------------------- tidy

@@ -180,6 +180,17 @@ def test_later_layer_wins_and_none_is_a_value():
     assert merged == {"nnodes": 4, "work_pool": None}
 
 
+def test_field_that_is_none_is_not_set_and_zero_gpus_mean_something_everywhere():
+    assert fields_without_meaning_here({"queue": None, "gpu": 0, "image": "x"}, work_pool=None) == ("image",)
+    assert fields_without_meaning_here({"gpu": 1}, work_pool=None) == ("gpu",)
+
+
+def test_field_that_nothing_reads_yet_is_named():
+    assert fields_without_meaning_here({"price_per_node_hour": 2.0}, work_pool=None) == (
+        "price_per_node_hour",
+    )
+
+
 def test_fields_of_a_pool_mean_nothing_here():
     names = {"queue": "q", "nnodes": 2, "image": "x", "env": {}}
     assert fields_without_meaning_here(names, work_pool=None) == ("queue", "image")
@@ -209,7 +220,7 @@ def test_worst_case_wait_follows_from_settings_and_restarts(fields, seconds):
 def test_budgets_are_multiplied_in_one_sentence():
     assert render_budgets(build_spec({"max_restarts": 2, "max_attempts": 1}), retries=1) == (
         "The function starts at most 6 times: (1 + 2 restarts) x 1 attempt x (1 + 1 retry); "
-        "a preemption spends none of them."
+        "a preemption or a lost node spends none."
     )
 
 

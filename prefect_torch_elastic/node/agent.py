@@ -220,6 +220,7 @@ class NodeAgent(SimpleElasticAgent):
         if not self.ranks.pump(self._spec.monitor_interval_seconds):
             self.ranks.look_after()
         self.ranks.send_logs()
+        self._read_channel()  # it also hands over what the launcher had no room for
         self._raise_if_stopped()
         if self.ranks.failed:
             return self._handle_failure()

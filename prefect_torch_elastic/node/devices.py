@@ -13,6 +13,8 @@ from pathlib import Path
 
 from prefect_torch_elastic.ranks import assign_gpus
 
+_LOCKS = Path("/tmp")  # not TMPDIR, which differs between flows
+
 
 def list_visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Return the ids of the GPUs that a process with this environment may use, without a CUDA context.
@@ -58,8 +60,8 @@ class GpuLease:
         self._locks.clear()
 
     def _lock(self, device: str) -> bool:
-        # Not TMPDIR, which differs between flows; one folder per user, for nobody opens another one's lock.
-        folder = Path("/tmp") / f"prefect-torch-elastic-{os.getuid()}"
+        # One folder per user: nobody can open another one's lock.
+        folder = _LOCKS / f"prefect-torch-elastic-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         name = "".join(letter if letter.isalnum() else "-" for letter in device)
         fd = os.open(folder / f"gpu-{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -102,8 +102,10 @@ class Gang:
         """Wait for events, take them in, and act on deadlines that have passed."""
         poll = select.poll()
         by_fd = {fd: node for node in self._busy.values() for fd in (node.channel.fileno(), node.pidfd)}
-        for fd in [*by_fd, *([driver.fileno()] if driver else [])]:
-            poll.register(fd, select.POLLIN)
+        for channel in [*(node.channel for node in self._busy.values()), *([driver] if driver else [])]:
+            poll.register(channel, channel.events)
+        for node in self._busy.values():
+            poll.register(node.pidfd, select.POLLIN)
         for fd, _ in poll.poll(max(0.0, self._time_left(timeout_seconds)) * 1000):
             node = by_fd.get(fd)
             if node is None or node.code is not None:

@@ -98,13 +98,7 @@ class _Launcher:
             return
         with contextlib.closing(gang):
             while gang.ended is None:
-                if self._gone or self._terminated:
-                    gang.stop(StopGang(reason="the flow's process is gone", grace_seconds=gang.grace_seconds))
-                try:
-                    gang.step(self._driver if not self._gone else None, _LOOK_SECONDS)
-                except (ElasticError, OSError) as error:
-                    gang.give_up(f"node lost, and no new one can be started: {error}")
-                for message in self._read_driver(0.0):
+                for message in self._read_driver(0.0):  # before the wait: a stop may have come with the order
                     match message:
                         case StopGang():
                             gang.stop(message)
@@ -112,6 +106,12 @@ class _Launcher:
                             self._gone = True
                         case _:
                             pass
+                if self._gone or self._terminated:
+                    gang.stop(StopGang(reason="the flow's process is gone", grace_seconds=gang.grace_seconds))
+                try:
+                    gang.step(self._driver if not self._gone else None, _LOOK_SECONDS)
+                except (ElasticError, OSError) as error:
+                    gang.give_up(f"node lost, and no new one can be started: {error}")
             self._tell(_blame_signal(gang.ended) if self._terminated else gang.ended)
         if self._gone:  # nobody else removes what held the arguments
             AttemptFolder(number=order.attempt, path=Path(order.folder)).tidy()
@@ -133,18 +133,20 @@ class _Launcher:
     def _tell(self, message: Message) -> None:
         """Pass a message on; what is for people is dropped, and counted, while the driver does not read."""
         with contextlib.suppress(ChannelClosed):
+            if isinstance(message, GangEnded) and self._dropped:
+                self._driver.send(self._count_dropped())
             if not isinstance(message, LogLines | Progress | Notice):
                 self._driver.send(message)
             elif self._driver.offer(message):
-                self._report_dropped()
+                if self._dropped:
+                    self._driver.send(self._count_dropped())
             else:
                 self._dropped += len(message.lines) if isinstance(message, LogLines) else 1
 
-    def _report_dropped(self) -> None:
-        if self._dropped:
-            text = f"{self._dropped} lines are missing here, but not in the files: the flow did not read."
-            self._dropped = 0
-            self._driver.offer(Notice(level=logging.WARNING, text=text))
+    def _count_dropped(self) -> Notice:
+        count, self._dropped = self._dropped, 0
+        text = f"{count} lines are missing here, but not in the files: the flow did not read."
+        return Notice(level=logging.WARNING, text=text)
 
 
 def _blame_signal(ended: GangEnded) -> GangEnded:

@@ -62,7 +62,8 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        return self.code is None
+        """Whether the process was started and has not ended."""
+        return self.pid > 0 and self.code is None
 
     def child(self, spec: dict[str, Any], environment: dict[str, str], directory: str) -> Child:
         return Child(target="rank", spec=spec, environment=environment, directory=directory, fds=self._fds)
