@@ -192,7 +192,7 @@ AGENT_METHODS = ["_rendezvous", "_start_workers", "_stop_workers", "_monitor_wor
 def test_torch_agent_method_has_the_parameters_of_our_override(torch, name):
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-    from prefect_torch_elastic.node.agent import NodeAgent
+    from prefect_torch_elastic.node.nodeagent import NodeAgent
 
     ours, theirs = (
         [(parameter.name, parameter.kind) for parameter in inspect.signature(method).parameters.values()]

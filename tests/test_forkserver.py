@@ -15,11 +15,11 @@ from tests.gangs import kill, lives, wait_until, wait_until_gone
 OWNER = """
 import json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from prefect_torch_elastic.node import forkserver, processes
+from prefect_torch_elastic.node import forkserver, processes, zygote
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
 
-find = forkserver._find_target
-forkserver._find_target = lambda name, owner: globals().get(name) or find(name, owner)
+find = zygote._find_target
+zygote._find_target = lambda name, owner: globals().get(name) or find(name, owner)
 
 def child(target, spec=None, *, fds=(), environment=None, directory="/"):
     environment = environment or {}

@@ -62,7 +62,9 @@ def test_elastic_task_import_costs_little_cpu_over_prefect(run_script):
     assert min(seconds) <= MAX_IMPORT_CPU_SECONDS, f"CPU seconds of three imports: {seconds}"
 
 
-@pytest.mark.parametrize("room", ["context", "node", "node.agent", "node.rank", "node.forkserver"])
+@pytest.mark.parametrize(
+    "room", ["context", "node", "node.agent", "node.rank", "node.forkserver", "node.zygote"]
+)
 def test_node_import_loads_no_prefect(run_script, room):
     module = f"prefect_torch_elastic.{room}"
     if importlib.util.find_spec(module) is None:

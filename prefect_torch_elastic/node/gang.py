@@ -7,7 +7,6 @@ first failure has been judged. The verdict goes to all agents, so every node lea
 from __future__ import annotations
 
 import logging
-import os
 import select
 import signal
 import time
@@ -19,15 +18,15 @@ from pathlib import Path
 from prefect_torch_elastic.attempts import Action, decide_restart
 from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.diagnosis import diagnose, diagnose_lost_node, diagnose_setup
-from prefect_torch_elastic.errors import ElasticError, SpecError
+from prefect_torch_elastic.errors import SpecError
 from prefect_torch_elastic.evidence import Category, Diagnosis, RankEvidence
 from prefect_torch_elastic.explanations import render_exit
-from prefect_torch_elastic.node.devices import GpuLease, list_visible_gpus
-from prefect_torch_elastic.node.environment import with_thread_limit
+from prefect_torch_elastic.node.devices import GpuLease
 from prefect_torch_elastic.node.nodes import Node, Nodes
+from prefect_torch_elastic.node.placement import place_gang
 from prefect_torch_elastic.node.rendezvous import LOOPBACK, start_store
-from prefect_torch_elastic.ranks import ALLOW_SHARED_GPUS_VARIABLE, decide_processes, render_endpoint
-from prefect_torch_elastic.spec import parse_gpu, restore_spec
+from prefect_torch_elastic.ranks import render_endpoint
+from prefect_torch_elastic.spec import restore_spec
 from prefect_torch_elastic.wire import (
     GangEnded,
     GangStatus,
@@ -65,8 +64,8 @@ class Gang:
         self.grace_seconds = spec.grace_seconds
         self._nodes, self._tell = nodes, tell
         self._lease = GpuLease()
-        self._nnodes = spec.max_nodes
-        self._order = self._place(order)
+        self._placement = placement = place_gang(spec, order.environment, self._lease)
+        self._order = replace(order, nproc=placement.nproc, environment=placement.environment)
         self._store = start_store() if spec.max_nodes > 1 else None
         self._busy: dict[int, Node] = {}
         self._started: dict[int, RanksStarted] = {}
@@ -84,7 +83,7 @@ class Gang:
         self._killed: list[int] = []
         self._newest_round = 0
         try:
-            for index in range(self._nnodes):
+            for index in range(placement.nnodes):
                 self._start_node(index)
         except BaseException:
             self._nodes.retire(*self._busy.values())  # they have the order already
@@ -132,48 +131,12 @@ class Gang:
 
     # ------------------------------------------------------------ nodes
 
-    def _place(self, order: RunGang) -> RunGang:
-        """Decide how many ranks a node gets and hold the GPUs of all nodes."""
-        environment = order.environment
-        without_gpus = self._spec.gpu is not None and parse_gpu(self._spec.gpu)[1] == 0
-        visible = [] if without_gpus else list_visible_gpus(environment)
-        shared = environment.get(ALLOW_SHARED_GPUS_VARIABLE) == "1"
-        nproc = decide_processes(
-            self._spec.nproc_per_node,
-            gpu_count=len(visible),
-            cpu_count=len(os.sched_getaffinity(0)),
-            visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
-            allow_shared_gpus=shared,
-        )
-        held = visible
-        if visible and not shared:
-            held = self._hold_gpus(visible, nproc)
-        devices = held if held or without_gpus else None
-        environment = with_thread_limit(environment, nproc=nproc)
-        return replace(order, nproc=nproc, devices=devices, environment=environment)
-
-    def _hold_gpus(self, visible: list[str], nproc: int) -> list[str]:
-        """Hold GPUs for as many nodes as there can be, at least the minimum."""
-        for count in range(self._spec.max_nodes, self._spec.min_nodes - 1, -1):
-            try:
-                held = self._lease.acquire(visible, nproc * count)
-            except SpecError as error:
-                if count == self._spec.min_nodes:
-                    raise ElasticError(str(error)) from error  # no mistake: other gangs hold the devices now
-            else:
-                self._nnodes = count
-                return held
-        return []
-
     def _start_node(self, index: int) -> None:
         node = self._nodes.provide(index)
         self._busy[index] = node
-        devices = self._order.devices
-        if devices and len(devices) == self._order.nproc * self._nnodes:
-            devices = devices[index * self._order.nproc : (index + 1) * self._order.nproc]
         endpoint = render_endpoint(LOOPBACK, self._store.port) if self._store else ""
         (Path(self._order.folder) / f"node-{index}").mkdir(parents=True, exist_ok=True)
-        order = replace(self._order, node=index, devices=devices, endpoint=endpoint)
+        order = replace(self._order, node=index, devices=self._placement.devices[index], endpoint=endpoint)
         node.send(replace(order, restart_count=self._restarts, after_round=self._newest_round))
 
     def _read(self, node: Node) -> None:
@@ -237,7 +200,9 @@ class Gang:
         if left < self._spec.min_nodes or self._spec.min_nodes == self._spec.max_nodes:
             return False
         self._started.pop(node.index, None)
-        self._warn(f"A node is not replaced any more; the gang goes on with {left} of {self._nnodes}.")
+        self._warn(
+            f"A node is not replaced any more; the gang goes on with {left} of {self._placement.nnodes}."
+        )
         return True
 
     def give_up(self, problem: str) -> None:
