@@ -128,15 +128,20 @@ def diagnose_run_timeout(seconds: float) -> Diagnosis:
     )
 
 
-def diagnose_lost_launcher(exit_code: int | None) -> Diagnosis:
-    """Return the verdict on a gang whose launcher process died without a word."""
-    how = "its connection closed" if exit_code is None else render_exit(exit_code)
+def diagnose_lost_launcher(exit_code: int, *, last_words: str = "") -> Diagnosis:
+    """Return the verdict on a gang whose launcher process died.
+
+    Args:
+        exit_code: As in `subprocess`, negative for a signal.
+        last_words: The end of its log, for a launcher that failed by itself.
+    """
+    how = f"{render_exit(exit_code)}: {last_words}" if last_words else render_exit(exit_code)
     return Diagnosis(
         category=Category.LAUNCHER_LOST,
         summary=f"the gang's launcher process died ({how}); its ranks were ended with it.",
         cure=CURES[Category.LAUNCHER_LOST],
-        exit_code=exit_code if exit_code is not None and exit_code >= 0 else None,
-        signal=-exit_code if exit_code is not None and exit_code < 0 else None,
+        exit_code=exit_code if exit_code >= 0 else None,
+        signal=-exit_code if exit_code < 0 else None,
     )
 
 

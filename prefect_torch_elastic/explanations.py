@@ -78,7 +78,9 @@ CURES: dict[Category, str] = {
     Category.CALL_NOT_LOADABLE: "Install what the function imports where the gang runs.",
     Category.SETUP_FAILED: "Nothing was trained. Mend the setting and run the task again.",
     Category.NODE_LOST: 'Ask for a range (`nnodes="1:2"`) if the gang may go on with fewer nodes.',
-    Category.LAUNCHER_LOST: "Somebody killed it, or the host ran out of memory.",
+    Category.LAUNCHER_LOST: (
+        "After a signal, somebody killed it or the host ran out of memory; after an exit code, see `launcher.log`."
+    ),
     Category.TIMED_OUT: "Raise `run_timeout_seconds`, or train fewer steps.",
 }
 

@@ -258,7 +258,16 @@ def _lost(launcher: Launcher) -> GangEnded:
     while processes.kill_marked(launcher.mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     logging.getLogger(__name__).debug("launcher %s is gone (%s)", launcher.process.pid, code)
-    return GangEnded(status=GangStatus.FAILED, diagnosis=asdict(diagnose_lost_launcher(code)))
+    diagnosis = diagnose_lost_launcher(code, last_words=_last_line(launcher.log) if code > 0 else "")
+    return GangEnded(status=GangStatus.FAILED, diagnosis=asdict(diagnosis))
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1][:200] if lines else ""
 
 
 def launcher_environment(environment: Mapping[str, str], *, nproc_per_node: int | str) -> dict[str, str]:

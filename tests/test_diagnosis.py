@@ -382,7 +382,6 @@ def test_setup_failure_is_never_tried_again():
         (-9, "SIGKILL", None, 9),
         (70, "exit code 70", 70, None),
         (0, "exit code 0", 0, None),
-        (None, "its connection closed", None, None),
     ],
 )
 def test_lost_launcher_says_how_it_ended(code, words, exit_code, signal):
@@ -390,6 +389,11 @@ def test_lost_launcher_says_how_it_ended(code, words, exit_code, signal):
     assert f"died ({words})" in verdict.summary
     assert (verdict.exit_code, verdict.signal) == (exit_code, signal)
     assert verdict.category in INFRASTRUCTURE
+
+
+def test_launcher_that_failed_by_itself_is_quoted():
+    verdict = diagnose_lost_launcher(1, last_words="ImportError: no libtorch")
+    assert "died (exit code 1: ImportError: no libtorch)" in verdict.summary
 
 
 @pytest.mark.parametrize(("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-15, "SIGTERM")])
