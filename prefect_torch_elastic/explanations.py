@@ -79,7 +79,7 @@ CURES: dict[Category, str] = {
     Category.SETUP_FAILED: "Nothing was trained. Mend the setting and run the task again.",
     Category.NODE_LOST: 'Ask for a range (`nnodes="1:2"`) if the gang may go on with fewer nodes.',
     Category.LAUNCHER_LOST: (
-        "After a signal, somebody killed it or the host ran out of memory; after an exit code, see `launcher.log`."
+        "After a signal, somebody killed it or the host ran out of memory; else see `launcher.log`."
     ),
     Category.TIMED_OUT: "Raise `run_timeout_seconds`, or train fewer steps.",
 }
