@@ -41,7 +41,7 @@ lint: .venv/.installed-dev ## Check style, types and layers
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --diff .
 	$(SAY) "pyright: types"
-	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings --project pyproject.toml
 	$(SAY) "import-linter: layers"
 	@$(BIN)/lint-imports --no-logo
 
