@@ -6,6 +6,7 @@ Today it runs gangs on one machine for a driver that started it and holds the ot
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--log", required=True, metavar="FILE", help="where launcher and agents write to")
     parser.add_argument("--parent", type=int, required=True, metavar="PID", help="the driver")
     options = parser.parse_args()
+    gc.disable()  # importing torch makes a million objects and no garbage
     connection = socket.socket(fileno=options.channel)
     try:
         from prefect_torch_elastic.node.launcher import run_launcher

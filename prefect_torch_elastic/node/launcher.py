@@ -8,6 +8,7 @@ If the driver goes away, its launcher ends the gang and itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -55,6 +56,8 @@ def run_launcher(connection: socket.socket, log: str, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the driver gets them too, and says what to do
     for module in _PRELOADED:
         importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
     processes.adopt_orphans()
     nodes = Nodes(ForkServer.fork_if_safe(), log)  # before anything here starts a thread
     launcher = _Launcher(Channel(connection), nodes, parent)

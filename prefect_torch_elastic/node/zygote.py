@@ -41,7 +41,6 @@ def serve(connection: socket.socket, owner: int) -> NoReturn:
         compat.forget_exit_handlers()  # ranks must not run handlers that the owner or a preload registered
         ranklog.patch_get_run_logger()
         _limit_threads()
-        gc.collect()
         gc.freeze()  # keeps the pages of what is imported shared between the ranks
         while True:
             request, fds = receive_request(connection)
@@ -52,7 +51,6 @@ def serve(connection: socket.socket, owner: int) -> NoReturn:
                     send_request(connection, {"pids": pids})
                 case "preload":
                     send_request(connection, _preload(request["modules"], request["path"]))
-                    gc.collect()
                     gc.freeze()
                 case _:
                     os._exit(0)
