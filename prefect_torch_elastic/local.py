@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +247,6 @@ def _tell_killed(ended: GangEnded, listen: Listener, grace_seconds: float) -> No
 
 def _lost(launcher: Launcher) -> GangEnded:
     """The launcher is gone: its agents and ranks die with it (parent-death signals); sweep what is left."""
-    from dataclasses import asdict
-
     try:
         code = launcher.process.wait(_QUIT_SECONDS)
     except subprocess.TimeoutExpired:

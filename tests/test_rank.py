@@ -14,7 +14,8 @@ import pytest
 
 from prefect_torch_elastic import parcel
 from prefect_torch_elastic.channel import is_readable
-from prefect_torch_elastic.node.rank import ORDER, RankOrder
+from prefect_torch_elastic.node.coldstart import ORDER, exec_child
+from prefect_torch_elastic.node.rank import RankOrder
 from prefect_torch_elastic.node.rankprocess import RankProcess
 from prefect_torch_elastic.rankstate import StopReason
 
@@ -44,7 +45,7 @@ class ColdRank:
             rank=0, local_rank=0, node_rank=0, prefix=prefix, log=log, level=logging.INFO
         )
         child = self.process.child(asdict(order), {**os.environ, "RANK": "0"}, str(folder))
-        self.process.watch(self.process.start_cold(child))
+        self.process.watch(exec_child(child))
 
     def wait(self) -> int:
         """Return the rank's exit code; as an agent does, ask a failed one to leave once it has told all."""

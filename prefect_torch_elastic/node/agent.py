@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from prefect_torch_elastic import parcel
 from prefect_torch_elastic.channel import Channel, ChannelClosed
-from prefect_torch_elastic.node import processes
+from prefect_torch_elastic.node import coldstart, processes
 from prefect_torch_elastic.node.forkserver import ForkServer
 from prefect_torch_elastic.node.nodeagent import NodeAgent
 from prefect_torch_elastic.node.rendezvous import (
@@ -88,16 +87,11 @@ def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRende
 def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
     """Run one node's agent: gang after gang until the launcher says quit or is gone."""
     connection, log = fds
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    processes.redirect_output(log)
     processes.adopt_orphans()
     server = ForkServer.fork_if_safe()  # before anything here starts a thread
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = (
-        "1"  # all nodes have as many ranks: one wait less in a round
-    )
+    # all nodes have as many ranks: one wait less in a round
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # ranks use the store that the agent starts
     channel = Channel(socket.socket(fileno=connection))
     with suppress(ChannelClosed):
@@ -116,15 +110,5 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
     os._exit(0)
 
 
-def main() -> int:
-    """Run a cold agent: `python -m prefect_torch_elastic.node.agent LAUNCHER_PID FD FD`."""
-    launcher, *fds = sys.argv[1:]
-    os.setpgid(0, 0)
-    processes.die_with_parent()
-    if os.getppid() != int(launcher):
-        return 71
-    return run_agent({}, [int(fd) for fd in fds])
-
-
 if __name__ == "__main__":
-    os._exit(main())
+    coldstart.run_as_child(run_agent)

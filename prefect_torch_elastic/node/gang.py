@@ -24,6 +24,7 @@ from prefect_torch_elastic.explanations import render_exit
 from prefect_torch_elastic.node.devices import GpuLease
 from prefect_torch_elastic.node.nodes import Node, Nodes
 from prefect_torch_elastic.node.placement import place_gang
+from prefect_torch_elastic.node.rankset import FAILURE_GRACE_SECONDS
 from prefect_torch_elastic.node.rendezvous import LOOPBACK, start_store
 from prefect_torch_elastic.ranks import render_endpoint
 from prefect_torch_elastic.spec import restore_spec
@@ -46,7 +47,6 @@ from prefect_torch_elastic.wire import (
 )
 
 SETTLE_SECONDS = 0.3  # for the other nodes' evidence, before the first failure is judged
-FAILURE_GRACE_SECONDS = 5.0
 STOPPED_SECONDS = 30.0  # an agent that is held by SIGSTOP or a debugger
 KILL_MARGIN_SECONDS = 8.0  # an agent needs its ranks' grace, and a moment to reap and report
 
@@ -118,8 +118,7 @@ class Gang:
 
     def stop(self, order: StopGang) -> None:
         """End the gang; a second order can only shorten the grace."""
-        first = self._stop_order is None
-        if not first and self._stop_order and order.grace_seconds >= self._stop_order.grace_seconds:
+        if self._stop_order and order.grace_seconds >= self._stop_order.grace_seconds:
             return
         self._stop_order = order
         self._outcome = self._outcome or GangEnded(status=GangStatus.STOPPED)
@@ -219,8 +218,12 @@ class Gang:
     def _round(self) -> int:
         return max((started.round for started in self._started.values()), default=0)
 
+    def _members(self, number: int) -> list[int]:
+        """Return the nodes whose ranks run in this round."""
+        return [index for index, started in self._started.items() if started.round == number]
+
     def _finish_if_all_returned(self, number: int) -> None:
-        members = [index for index, started in self._started.items() if started.round == number]
+        members = self._members(number)
         ranks = sum(len(self._started[index].ranks) for index in members)
         if number != self._round or not members or ranks < self._started[members[0]].world_size:
             return
@@ -249,8 +252,7 @@ class Gang:
             )
             return
         reported = self._evidence[message.round].keys()
-        members = {index for index, started in self._started.items() if started.round == message.round}
-        settled = members <= reported
+        settled = reported >= set(self._members(message.round))
         self._judge_at = time.monotonic() + (0.0 if settled else SETTLE_SECONDS)
 
     def _judge(self) -> None:

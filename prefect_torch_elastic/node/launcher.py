@@ -160,9 +160,6 @@ def _blame_signal(ended: GangEnded) -> GangEnded:
 
 
 def _redirect(log: str) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+    processes.redirect_output(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s | %(levelname)s | %(name)s - %(message)s")
     logging.captureWarnings(True)

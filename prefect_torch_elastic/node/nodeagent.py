@@ -30,10 +30,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from prefect_torch_elastic.channel import Channel, ChannelClosed
+from prefect_torch_elastic.node.coldstart import exec_child
 from prefect_torch_elastic.node.environment import build_rank_environment, build_rank_order
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
 from prefect_torch_elastic.node.rankprocess import RankProcess
-from prefect_torch_elastic.node.rankset import TICK_SECONDS, RankSet
+from prefect_torch_elastic.node.rankset import FAILURE_GRACE_SECONDS, TICK_SECONDS, RankSet
 from prefect_torch_elastic.node.rendezvous import (
     LoneRendezvous,
     WatchingRendezvous,
@@ -53,7 +54,6 @@ from prefect_torch_elastic.wire import (
     VerdictAction,
 )
 
-FAILURE_GRACE_SECONDS = 5.0  # ranks whose gang has failed already cannot save anything together
 VERDICT_SECONDS = 30.0
 SLOW_IMPORT_SECONDS = 10.0
 EXIT_BARRIER_SECONDS = 5.0
@@ -167,7 +167,7 @@ class NodeAgent(SimpleElasticAgent):
                 rank.watch(pid)
             return True, note
         for rank, child in zip(self.ranks.ranks, children, strict=True):
-            rank.watch(rank.start_cold(child))
+            rank.watch(exec_child(child))
         return False, note
 
     def _warm_server(self) -> tuple[ForkServer | None, str]:

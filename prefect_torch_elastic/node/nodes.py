@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import suppress
 
 from prefect_torch_elastic.channel import Channel, ChannelClosed, is_readable
 from prefect_torch_elastic.errors import ElasticError
 from prefect_torch_elastic.node import processes
+from prefect_torch_elastic.node.coldstart import exec_child
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
 from prefect_torch_elastic.wire import Message, Quit
 
@@ -26,15 +25,11 @@ class Node:
         self.index, self.pid, self.channel = index, pid, channel
         self.pidfd = os.pidfd_open(pid)
         self.code: int | None = None
-        self._stopped_since: float | None = None
+        self._clock = processes.StopClock()
 
     def stopped_seconds(self) -> float:
         """How long the agent has been held by SIGSTOP or a debugger."""
-        if not processes.is_stopped(self.pid):
-            self._stopped_since = None
-            return 0.0
-        self._stopped_since = self._stopped_since or time.monotonic()
-        return time.monotonic() - self._stopped_since
+        return self._clock.seconds(self.pid)
 
     def send(self, message: Message) -> None:
         with suppress(ChannelClosed):  # its death is noticed by pidfd
@@ -87,7 +82,7 @@ class Nodes:
             fds=[theirs.fileno(), log],
         )
         try:
-            pid = self._fork(child) or _start_cold(child)
+            pid = self._fork(child) or exec_child(child)
         except OSError as error:
             raise ElasticError(f"no agent can be started for node {index}: {error}") from error
         finally:
@@ -127,13 +122,3 @@ class Nodes:
         self.retire(*self.living.values())
         if self._seed is not None:
             self._seed.close()
-
-
-def _start_cold(child: Child) -> int:
-    """Start the agent in a fresh interpreter: there is no seed, or it is lost."""
-    command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node.agent", str(os.getpid())]
-    process = subprocess.Popen(
-        [*command, *map(str, child.fds)], pass_fds=child.fds, stdin=subprocess.DEVNULL, env=child.environment
-    )
-    process.returncode = 0  # its status is ours to read, by pidfd
-    return process.pid

@@ -7,8 +7,10 @@ import ctypes
 import os
 import select
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 MARK = "PTE_MARK"
 """Environment variable that all descendants of a launcher carry, so that whoever is left can find them."""
@@ -61,6 +63,37 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+class StopClock:
+    """Measures how long a process has been held by SIGSTOP or a debugger, look by look."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def seconds(self, pid: int) -> float:
+        """Look at the process, and return for how long each look has found it held."""
+        if not is_stopped(pid):
+            self._since = None
+            return 0.0
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since
+
+
+def redirect_output(log: int) -> None:
+    """Send all output of this process to an open file, and close the number that it came with.
+
+    Line buffered, whatever the streams were before: the last line before a SIGKILL is in the file.
+    """
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = sys.__stdout__ = _open_line_buffered(1)
+    sys.stderr = sys.__stderr__ = _open_line_buffered(2)
+
+
+def _open_line_buffered(fd: int) -> TextIO:
+    return open(fd, "w", buffering=1, closefd=False, errors="backslashreplace")
 
 
 def kill_group(leader: int, number: int = signal.SIGKILL) -> bool:

@@ -1,7 +1,7 @@
 """The main of a rank: load the call, run it, leave its result or its error, and go.
 
 The same code runs in a process that was forked from a warm server and in a fresh interpreter
-(`python -m prefect_torch_elastic.node.rank`).
+(see `coldstart`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from typing import Any
 
 from prefect_torch_elastic import compat, context, parcel, pickles
 from prefect_torch_elastic.errors import NonRetryable, TransferError
-from prefect_torch_elastic.node import processes, ranklog
+from prefect_torch_elastic.node import coldstart, processes, ranklog
 from prefect_torch_elastic.rankstate import RankState
 
 MESSAGE_CHARACTERS = 2_000
 TRACEBACK_CHARACTERS = 20_000
 HOLD_SECONDS = 2.0
-ORDER = "PTE_RANK_ORDER"  # environment variable of a cold rank
 _OUR_FRAMES = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -77,7 +76,11 @@ def run_rank(spec: dict[str, Any], fds: list[int]) -> int:
     """
     order = RankOrder(**spec)
     log, page, news = fds
-    _redirect(log)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    processes.redirect_output(log)
     context.bind(RankState(page))
     os.close(page)
     stacks = open(f"{order.prefix}.stacks", "w", opener=_private)  # noqa: SIM115  (for its last words)
@@ -90,19 +93,6 @@ def run_rank(spec: dict[str, Any], fds: list[int]) -> int:
     _finish()
     _tell(news, "exit")
     return code & 0xFF
-
-
-def _redirect(log: int) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(null)
-    os.close(log)
-    # line buffered, whatever the server's own streams were: the last line before a SIGKILL is in the file
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
 def _prepare(order: RankOrder) -> None:
@@ -278,15 +268,5 @@ def _tell(news: int, word: str) -> None:
         os.write(news, f"{word} {time.monotonic()}\n".encode())
 
 
-def main() -> int:
-    """Run a cold rank: `python -m prefect_torch_elastic.node.rank AGENT_PID FD FD FD`; see `ORDER`."""
-    agent, *fds = sys.argv[1:]
-    os.setpgid(0, 0)
-    processes.die_with_parent()
-    if os.getppid() != int(agent):
-        return 71
-    return run_rank(json.loads(os.environ.pop(ORDER)), [int(fd) for fd in fds])
-
-
 if __name__ == "__main__":
-    os._exit(main())
+    coldstart.run_as_child(run_rank)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +14,6 @@ from prefect_torch_elastic.channel import is_readable
 from prefect_torch_elastic.evidence import RankEvidence
 from prefect_torch_elastic.node import processes
 from prefect_torch_elastic.node.forkserver import Child
-from prefect_torch_elastic.node.rank import ORDER
 from prefect_torch_elastic.node.tail import LogTail
 from prefect_torch_elastic.rankstate import RankState, StopReason
 from prefect_torch_elastic.wire import RankInfo
@@ -48,7 +45,7 @@ class RankProcess:
         self.reason = ""
         self._record: dict[str, Any] = {}
         self._unread = b""
-        self._stopped_since: float | None = None
+        self._clock = processes.StopClock()
         for suffix in (".result", ".error", ".error.json", ".stacks"):
             Path(f"{prefix}{suffix}").unlink(missing_ok=True)  # of the round before
         log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -67,19 +64,6 @@ class RankProcess:
 
     def child(self, spec: dict[str, Any], environment: dict[str, str], directory: str) -> Child:
         return Child(target="rank", spec=spec, environment=environment, directory=directory, fds=self._fds)
-
-    def start_cold(self, child: Child) -> int:
-        """Start the rank in a fresh interpreter and return its pid."""
-        command = [sys.executable, "-P", "-m", "prefect_torch_elastic.node.rank", str(os.getpid())]
-        process = subprocess.Popen(
-            [*command, *map(str, child.fds)],
-            pass_fds=child.fds,
-            env={**child.environment, ORDER: json.dumps(child.spec)},  # it has a key: not for `ps`
-            cwd=child.directory,
-            stdin=subprocess.DEVNULL,
-        )
-        process.returncode = 0  # its status is ours to read, by pidfd
-        return process.pid
 
     def watch(self, pid: int) -> None:
         """Take over the process that was forked for this rank."""
@@ -154,11 +138,7 @@ class RankProcess:
 
     def stopped_seconds(self) -> float:
         """How long the process has been held by SIGSTOP or a debugger."""
-        if not self.alive or not processes.is_stopped(self.pid):
-            self._stopped_since = None
-            return 0.0
-        self._stopped_since = self._stopped_since or time.monotonic()
-        return time.monotonic() - self._stopped_since
+        return self._clock.seconds(self.pid) if self.alive else 0.0
 
     def ask_to_stop(self, reason: StopReason) -> None:
         """Tell the rank on its page, then by SIGTERM; a stopped one is continued so that it can obey."""

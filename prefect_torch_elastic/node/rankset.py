@@ -15,6 +15,7 @@ from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.wire import LogLines, Message, Notice, Progress
 
 TICK_SECONDS = 0.1
+FAILURE_GRACE_SECONDS = 5.0  # ranks whose gang has failed already cannot save anything together
 PROGRESS_SECONDS = 1.0
 SETTLE_SECONDS = 0.1  # for victims to write their own error records
 RECORD_SECONDS = 2.0
@@ -150,10 +151,8 @@ class RankSet:
 
     def evidence(self) -> list[RankEvidence]:
         """Return what is known about each rank, after `end`."""
-        limit = memory.read_memory_limit()
-        return [
-            rank.evidence(oom_killed=self._oom_kills_rose(), memory_limit_bytes=limit) for rank in self.ranks
-        ]
+        limit, oom_killed = memory.read_memory_limit(), self._oom_kills_rose()
+        return [rank.evidence(oom_killed=oom_killed, memory_limit_bytes=limit) for rank in self.ranks]
 
     def end(self, grace_seconds: Callable[[], float], *, reason: StopReason) -> None:
         """Ask the living ranks to stop, wait, kill the rest and whatever they left; nothing remains.
