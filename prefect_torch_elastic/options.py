@@ -16,7 +16,6 @@ TASK_OPTIONS = frozenset(inspect.signature(cast("Any", Task).__init__).parameter
 
 # Options of a task that `Task.with_options` does not take, and where the task keeps them.
 _LATE_OPTIONS = {"version": "version", "on_rollback": "on_rollback_hooks", "on_commit": "on_commit_hooks"}
-_MUTABLE = ("tags", "on_rollback_hooks", "on_commit_hooks", "on_completion_hooks", "on_failure_hooks")
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,8 +100,6 @@ def copy_task(task: Task[Any, Any], options: Mapping[str, Any]) -> Task[Any, Any
     known: dict[str, Any] = {name: value for name, value in options.items() if name not in late}
     new = Task[Any, Any].with_options(task, **known)
     for name, attribute in _LATE_OPTIONS.items():
-        setattr(new, attribute, late.get(name, getattr(task, attribute)))
-    for attribute in _MUTABLE:
-        setattr(new, attribute, copy(getattr(new, attribute)))
+        setattr(new, attribute, copy(late.get(name, getattr(task, attribute))))
     new.task_key = task.task_key
     return new
