@@ -8,33 +8,35 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 BIN := .venv/bin
+DEV = $(BIN)/prefect-torch-elastic dev
 PIP = $(BIN)/python -m pip --disable-pip-version-check -qq
 # Progress goes to stderr: stdout belongs to the program that a target runs.
 SAY = @printf '%s\n' >&2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-e2e lint clean
+.PHONY: help demo ui test test-e2e test-kueue lint clean
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
 
-demo: .venv/.installed ## Train a small GPT with 2 ranks under a Prefect of its own (flows/pretrain.py)
-	$(SAY) "Training. Prefect's data stays in .demo/, nothing of yours is touched."
-	@mkdir -p .demo
-	@env $$(env | sed -n 's/^\(PREFECT_[A-Za-z0-9_]*\)=.*/-u \1/p') \
-	  PREFECT_HOME="$(CURDIR)/.demo/prefect" \
-	  PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=true \
-	  PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=120 \
-	  PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=1 \
-	  $(BIN)/python flows/pretrain.py > .demo/report.txt
-	@cat .demo/report.txt # last of all, behind what Prefect logs when its server stops
+demo: .venv/.installed ## Train a small GPT, split over three work pools, and kill a rank on the way (flows/pretrain.py)
+	$(SAY) "Starting a Prefect server and three work pools in .demo/; nothing of yours is touched."
+	@$(DEV) run flows/pretrain.py -p kill_at=450 --home .demo
+	$(SAY) "To look at the run in Prefect's UI: make ui"
+
+ui: .venv/.installed ## Leave the server and the pools of the demo running, and print the UI's address
+	@$(DEV) up --detach --home .demo
+	$(SAY) "To end it: .venv/bin/prefect-torch-elastic dev down --home .demo"
 
 test: .venv/.installed-dev ## Run the tests that need no gang under a server (at most 10 minutes on 2 cores)
-	@$(BIN)/python -m pytest -q -m "not (e2e or chaos or soak or benchmark or gpu)"
+	@$(BIN)/python -m pytest -q -m "not (e2e or kueue or chaos or soak or benchmark or gpu)"
 
 test-e2e: .venv/.installed-dev ## Run real gangs under a real Prefect server (at most 30 minutes)
 	@$(BIN)/python -m pytest -q -m e2e
+
+test-kueue: .venv/.installed-dev ## Run gangs on a simulated cluster through deaths, drains and broken watches (about 10 minutes)
+	@$(BIN)/python -m pytest -q -m kueue tests/e2e
 
 lint: .venv/.installed-dev ## Check style, types and layers
 	$(SAY) "ruff: style and format"
@@ -46,6 +48,7 @@ lint: .venv/.installed-dev ## Check style, types and layers
 	@$(BIN)/lint-imports --no-logo
 
 clean: ## Remove .venv, caches and the demo's data
+	@[ ! -e .demo/stack.json ] || $(DEV) down --home .demo
 	@rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -66,5 +69,5 @@ clean: ## Remove .venv, caches and the demo's data
 
 .venv/.installed-dev: pyproject.toml | .venv/.torch
 	$(SAY) "Installing prefect-torch-elastic, Prefect and the development tools"
-	@$(PIP) install --editable '.[torch,dev]'
+	@$(PIP) install --editable '.[torch,store,kubernetes,dev]'
 	@touch .venv/.installed $@

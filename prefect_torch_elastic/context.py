@@ -6,18 +6,20 @@ Outside a rank there is a context too, of one rank, so that a function can be te
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from prefect_torch_elastic.errors import MissingExtraError
-from prefect_torch_elastic.rankstate import RankState
 
 if TYPE_CHECKING:
     from torch import device as torch_device
     from torch.nn import Module
     from torch.utils.data import DataLoader
+
+    from prefect_torch_elastic.checkpoint.session import CheckpointSession
+    from prefect_torch_elastic.rankstate import RankState
 
 RUN_KEY = "PTE_RUN_KEY"
 ATTEMPT = "PTE_ATTEMPT"
@@ -31,8 +33,12 @@ _LOADER_OPTIONS = (
     *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device"),
     "in_order",
 )
+_SPLIT_YOURSELF = "Split a stream, a sampler or batches of your own by `get_context().rank` and `world_size`."
 
 _state: RankState | None = None
+_storage: Mapping[str, Any] = {}
+_announce: Callable[[dict[str, Any]], None] | None = None
+_session: CheckpointSession | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,31 @@ class ElasticContext:
         finally:
             _state.enter_phase(before)
 
+    @property
+    def checkpoint(self) -> CheckpointSession:
+        """The run's checkpoints: `load`, `save`, `save_if_due`.
+
+        Outside a gang they go to a store that is thrown away.
+        """
+        global _session
+        if _session is None:
+            _load_torch()  # a missing extra is named as such
+            from prefect_torch_elastic.checkpoint.session import CheckpointSession
+
+            _session = CheckpointSession.open(self, _storage, _state, announce=_announce)
+        return _session
+
+    def should_stop(self, *, step: int) -> bool:
+        """Whether all ranks agree to leave the training now, because the gang was asked to stop.
+
+        Call it on all ranks, after each step. Once it was True, the function's value is no result: save what
+        is worth saving, within the grace, and return. `checkpoint.save_if_due` does all of this by itself.
+
+        Args:
+            step: Completed optimizer steps, the same on all ranks.
+        """
+        return self.checkpoint.should_stop(step=step)
+
     def init_process_group(self, backend: str | None = None, **options: Any) -> None:
         """Call `torch.distributed.init_process_group` once; `nccl` where there are GPUs, else `gloo`.
 
@@ -141,37 +172,51 @@ class ElasticContext:
         devices = [self.device.index] if self.device.type == "cuda" else None
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices, **options)
 
-    def prepare_data_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def prepare_data_loader(self, loader: DataLoader[Any], *, seed: int = 0) -> Any:
         """Return a loader over this rank's share of the samples, shuffled if `loader` is.
 
-        Call `loader.sampler.set_epoch(epoch)` before each epoch, as with any `DistributedSampler`: it draws
-        the order from its own seed, the same on all ranks.
+        It knows its position: put it into the `state` of `checkpoint.save` and `checkpoint.load`, and a
+        resumed run goes on behind the last batch that was used, on any number of ranks. Each run over it is
+        the next epoch, with another order; `loader.set_epoch(epoch)` may be called but need not be.
+
+        Args:
+            loader: Goes over a whole dataset, in order or shuffled, or over an `ElasticShards`.
+            seed: What the orders are drawn from, the same on all ranks; an `ElasticShards` has its own.
+
+        Returns:
+            An `ElasticDataLoader` or `ElasticShardLoader`; in a gang of one, `loader` itself if it reads
+            another stream or chooses its samples itself: it has no position then.
 
         Raises:
-            TypeError: If `loader` reads a stream or chooses its samples itself: only you can split these.
+            TypeError: If `loader` reads another stream or chooses its samples itself in a larger gang: only
+                you can split these.
         """
         data = _load_torch().utils.data
-        if self.world_size == 1:
-            return loader
+        from prefect_torch_elastic.checkpoint.data import ElasticDataLoader
+        from prefect_torch_elastic.checkpoint.shard_loader import ElasticShardLoader
+        from prefect_torch_elastic.checkpoint.shards import ElasticShards
+
         source = cast("Any", loader)
-        sampler = source.sampler
-        usual = type(sampler) is data.SequentialSampler or (
-            type(sampler) is data.RandomSampler
-            and not sampler.replacement
-            and sampler.num_samples == len(source.dataset)
-        )
-        own_batches = source.batch_sampler is not None and source.batch_size is None
-        if not usual or own_batches:
-            raise TypeError(
-                "`prepare_data_loader` splits loaders that go over a whole dataset, in order or shuffled. "
-                "Split a stream, a sampler or batches of your own by `get_context().rank` and `world_size`."
-            )
-        shuffled = isinstance(source.sampler, data.RandomSampler)
-        sampler = data.DistributedSampler(
-            source.dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffled
-        )
+        if isinstance(source, ElasticDataLoader | ElasticShardLoader):
+            return source
+        place = {"rank": self.rank, "world_size": self.world_size}
         kept = {name: getattr(source, name) for name in _LOADER_OPTIONS}
-        return data.DataLoader(source.dataset, sampler=sampler, **kept)
+        if isinstance(source.dataset, ElasticShards):
+            return ElasticShardLoader(source.dataset, **place, **kept)
+        if _goes_over_all(source, data):
+            shuffle = type(source.sampler) is data.RandomSampler
+            return ElasticDataLoader(source.dataset, **place, shuffle=shuffle, seed=seed, **kept)
+        if self.world_size == 1:
+            return source
+        if isinstance(source.dataset, data.IterableDataset):
+            raise TypeError(
+                f"`{type(source.dataset).__name__}` is a stream, and only you know its parts. Give them as "
+                f"`ElasticShards(names, read)` to the loader. Or: {_SPLIT_YOURSELF}"
+            )
+        raise TypeError(
+            "`prepare_data_loader` splits loaders that go over a whole dataset, in order or shuffled. "
+            + _SPLIT_YOURSELF
+        )
 
 
 def get_context() -> ElasticContext:
@@ -203,10 +248,70 @@ def in_rank() -> bool:
     return _state is not None
 
 
-def bind(state: RankState) -> None:
-    """Called once by the rank's main: from now on this process is a rank with this page."""
-    global _state
-    _state = state
+def bind(
+    state: RankState,
+    storage: Mapping[str, Any],
+    *,
+    announce: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Called once by the rank's main: from now on this process is a rank with this page.
+
+    Args:
+        state: The rank's page.
+        storage: Where the run's checkpoints are; empty when there is no run folder.
+        announce: Called with the fields of a `CheckpointSaved` when a checkpoint exists, in any thread.
+    """
+    global _state, _storage, _announce
+    _state, _storage, _announce = state, storage, announce
+
+
+@contextmanager
+def own_checkpoints() -> Generator[None, None, None]:
+    """Outside a gang, give one call of a body checkpoints of its own: tests must not see each other's."""
+    global _session
+    if in_rank():
+        yield
+        return
+    before, _session = _session, None
+    try:
+        yield
+        close_checkpoints()
+    finally:
+        _session = before
+
+
+def close_checkpoints() -> None:
+    """Wait, together with the other ranks, for the last upload of a function that has ended well.
+
+    It does nothing if there were no checkpoints, or if a peer is lost: nobody would answer.
+
+    Raises:
+        CheckpointError: If the upload failed.
+    """
+    request = _state.stop_request if _state is not None else None
+    if _session is not None and (request is None or request.reason.lets_ranks_save):
+        _session.close()
+
+
+def stop_was_requested() -> bool:
+    """Whether this rank was asked to stop, by its own page or by the vote of all ranks."""
+    asked = _state is not None and _state.stop_request is not None
+    return asked or stop_was_carried_out()
+
+
+def stop_was_carried_out() -> bool:
+    """Whether the ranks agreed to stop: what the function returns after that is no result."""
+    return _session is not None and _session.stop_seen
+
+
+def _goes_over_all(loader: Any, data: Any) -> bool:
+    """Whether `loader` gives each item of its dataset once, in batches of its own making."""
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        return False
+    sampler = loader.sampler
+    if type(sampler) is not data.RandomSampler:
+        return type(sampler) is data.SequentialSampler
+    return not sampler.replacement and sampler.num_samples == len(loader.dataset)
 
 
 def _default_backend(torch: Any) -> str:

@@ -31,16 +31,36 @@ class TransferError(ElasticError, TypeError):
     """
 
 
+class NonRetryable(Exception):  # noqa: N818  (a verdict that user code raises, not an error of ours)
+    """Raise it in a rank, or derive from it, to end restarts, attempts and task retries at once."""
+
+
 class StoreError(ElasticError):
     """The run folder cannot be read or written."""
+
+
+class ObjectMissing(StoreError):  # noqa: N818  (a fact about an object, which a reader may expect)
+    """An object is not in the store."""
 
 
 class CheckpointError(ElasticError):
     """A checkpoint cannot be saved, or none of those that exist can be loaded."""
 
 
-class NonRetryable(Exception):  # noqa: N818  (a verdict that user code raises, not an error of ours)
-    """Raise it in a rank, or derive from it, to end restarts, attempts and task retries at once."""
+class CheckpointMismatch(CheckpointError, NonRetryable):  # noqa: N818  (what it is; the base is an error)
+    """A checkpoint is whole, but the model or optimizer that asks for it has other parameters."""
+
+
+class Superseded(ElasticError, NonRetryable):  # noqa: N818  (a verdict on this gang)
+    """A newer gang has taken the run over, or the call has its outcome: this one may write nothing more."""
+
+
+class StopTraining(BaseException):
+    """Leaves the training loop after a stop was asked for and carried out.
+
+    `save_if_due` raises it; the rank's main understands it. It is no `Exception`, so a training loop that
+    catches those lets it through.
+    """
 
 
 class GangFailed(ElasticError):  # noqa: N818  (a public name: the gang failed)
@@ -65,6 +85,10 @@ class GangFailed(ElasticError):  # noqa: N818  (a public name: the gang failed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.diagnosis)
+
+    def __repr__(self) -> str:  # Prefect logs it, and the traceback with the whole message below it
+        first = str(self).partition("\n")[0]
+        return f"{type(self).__name__}({first!r})"
 
     @property
     def rank(self) -> int | None:
@@ -93,6 +117,22 @@ class GangFailed(ElasticError):  # noqa: N818  (a public name: the gang failed)
     @property
     def category(self) -> str | None:
         return str(self.diagnosis.category) if self.diagnosis else None
+
+
+class PoolRunFailed(ElasticError):  # noqa: N818  (a public name, as `GangFailed`)
+    """The job of a work pool ended without a result, and left no exception that could be raised instead.
+
+    Attributes:
+        flow_run_id: The child flow run, whose page and log say more.
+        work_pool: The pool.
+        traceback: The remote traceback as text, empty when there is none.
+    """
+
+    def __init__(
+        self, message: str, *, flow_run_id: str = "", work_pool: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.flow_run_id, self.work_pool, self.traceback = flow_run_id, work_pool, traceback
 
 
 class GangTimedOut(GangFailed):

@@ -1,9 +1,9 @@
-"""What `elastic_task` takes: which options go to the gang and which to the task, and what it can decorate."""
+"""What the decorators take: options of the place, options of the task, and what can be decorated."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from typing import Any, cast
 
@@ -18,30 +18,42 @@ TASK_OPTIONS = frozenset(inspect.signature(cast("Any", Task).__init__).parameter
 _LATE_OPTIONS = {"version": "version", "on_rollback": "on_rollback_hooks", "on_commit": "on_commit_hooks"}
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the gang and the options of the task.
+def split_options(
+    options: Mapping[str, Any], *, known: Collection[str] = FIELD_NAMES, decorator: str = "elastic_task"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that say where and how the body runs, and those of the Prefect task.
+
+    Args:
+        options: By name.
+        known: The names of the first kind, all fields of `TorchElastic`.
+        decorator: Where they were given, for messages.
 
     Raises:
         SpecError: If a name is neither.
     """
-    fields = {name: value for name, value in options.items() if name in FIELD_NAMES}
-    task_options = {name: value for name, value in options.items() if name not in FIELD_NAMES}
+    fields = {name: value for name, value in options.items() if name in known}
+    task_options = {name: value for name, value in options.items() if name not in known}
     for name in task_options:
         if name not in TASK_OPTIONS:
-            raise SpecError(_unknown_option(name))
+            raise SpecError(_refuse_option(name, known, decorator))
     return fields, task_options
 
 
-def _unknown_option(name: str) -> str:
+def _refuse_option(name: str, known: Collection[str], decorator: str) -> str:
     import difflib
 
-    close = difflib.get_close_matches(name, [*FIELD_NAMES, *TASK_OPTIONS], n=1)
+    if name in FIELD_NAMES:
+        return (
+            f"`{name}` is an option of gangs, and `@{decorator}` runs one process. Its own options are "
+            f"{', '.join(f'`{option}`' for option in known)}; `@elastic_task` runs gangs."
+        )
+    close = difflib.get_close_matches(name, [*known, *TASK_OPTIONS], n=1)
     hint = f"Did you mean `{close[0]}`?" if close else "See the fields of `TorchElastic` and `prefect.task`."
     return f"`{name}` is neither a field of `TorchElastic` nor an option of `prefect.task`. {hint}"
 
 
-def check_function(fn: Any) -> None:
-    """Refuse what cannot run in a gang, with the right order of decorators.
+def check_function(fn: Any, *, decorator: str) -> None:
+    """Refuse what cannot run elsewhere, with the right order of decorators.
 
     Raises:
         TypeError: If `fn` is a flow, a class, a generator, an asset task, or a static or class method.
@@ -50,30 +62,31 @@ def check_function(fn: Any) -> None:
 
     if isinstance(fn, Flow):
         raise TypeError(
-            f"`@elastic_task` stands above `@flow` on `{fn.name}`. A flow cannot run in a gang: "
-            "put `@elastic_task` on the function that trains, and call it in the flow."
+            f"`@{decorator}` stands above `@flow` on `{fn.name}`. A flow is no task: "
+            f"put `@{decorator}` on the function that does the work, and call it in the flow."
         )
     if isinstance(fn, MaterializingTask):
         raise TypeError(
-            f"`{fn.name}` is an asset task (`@materialize`), which `@elastic_task` cannot wrap. "
-            "Materialize the asset in a task of its own, from the elastic task's result."
+            f"`{fn.name}` is an asset task (`@materialize`), which `@{decorator}` cannot wrap. "
+            "Materialize the asset in a task of its own, from this task's result."
         )
     if isinstance(fn, Task):
         fn = cast("Task[Any, Any]", fn).fn
     if isinstance(fn, type):
         raise TypeError(
-            f"`@elastic_task` needs a function, got the class `{fn.__name__}`. Put it on a function."
+            f"`@{decorator}` needs a function, got the class `{fn.__name__}`. Put it on a function."
         )
     if isinstance(fn, staticmethod | classmethod):
         kind = "staticmethod" if isinstance(fn, staticmethod) else "classmethod"
-        raise TypeError(f"`@elastic_task` stands above `@{kind}`. Put `@{kind}` on top.")
+        raise TypeError(f"`@{decorator}` stands above `@{kind}`. Put `@{kind}` on top.")
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"`@elastic_task` needs a function that returns, got the generator `{fn.__name__}`. "
-            "Return a value (rank 0's is the result), and report progress with `get_context().report(...)`."
+            f"`@{decorator}` needs a function that returns, got the generator `{fn.__name__}`. "
+            "Return a value (of a gang, rank 0's is the result), and report progress with "
+            "`get_context().report(...)`."
         )
     if not callable(fn):
-        raise TypeError(f"`@elastic_task` needs a function, got `{fn!r}`. Put it on a function.")
+        raise TypeError(f"`@{decorator}` needs a function, got `{fn!r}`. Put it on a function.")
 
 
 def check_infrastructure(value: object) -> None:

@@ -59,13 +59,22 @@ def verify_parcel(path: Path, *, key: bytes) -> None:
     Raises:
         TransferError: If it is not.
     """
-    mac, table, parts = _parse(_map(path, mmap.ACCESS_READ), path)
+    verify_bytes(_map(path, mmap.ACCESS_READ), str(path), key=key)
+
+
+def verify_bytes(data: memoryview, name: str, *, key: bytes) -> None:
+    """Check a parcel that lies in memory; `name` says in the error where it came from.
+
+    Raises:
+        TransferError: If it is not whole, or was not written with `key`.
+    """
+    mac, table, parts = _parse(data, name)
     check = hmac.new(key, table, hashlib.sha256)
     for part in parts:
         check.update(part)
     if not hmac.compare_digest(mac, check.digest()):
         raise TransferError(
-            f"`{path}` was not written by this run, or it was changed since: its signature does not match. "
+            f"`{name}` was not written by this run, or it was changed since: its signature does not match. "
             "It was not loaded. Run the task again; if it repeats, see whether another thread changes the "
             "arguments during the call, or who else writes to this folder."
         )
@@ -81,9 +90,15 @@ def read_parcel(path: Path, *, key: bytes | None) -> Any:
     Raises:
         TransferError: If the signature does not match.
     """
+    data = _map(path, mmap.ACCESS_COPY)  # once: another file may have the name a moment later
     if key is not None:
-        verify_parcel(path, key=key)
-    _, _, parts = _parse(_map(path, mmap.ACCESS_COPY), path)
+        verify_bytes(data, str(path), key=key)
+    return load_verified(data, str(path))
+
+
+def load_verified(data: memoryview, name: str) -> Any:
+    """Return the object of a parcel that was verified; its tensors use the memory of `data`."""
+    _, _, parts = _parse(data, name)
     return pickles.load(parts[0], parts[1:])
 
 
@@ -119,7 +134,7 @@ def _map(path: Path, access: int) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=access))
 
 
-def _parse(view: memoryview, path: Path) -> tuple[bytes, memoryview, list[memoryview]]:
+def _parse(view: memoryview, name: str) -> tuple[bytes, memoryview, list[memoryview]]:
     try:
         magic, mac, count = _HEAD.unpack_from(view)
         if magic != _MAGIC:
@@ -129,7 +144,7 @@ def _parse(view: memoryview, path: Path) -> tuple[bytes, memoryview, list[memory
         if any(offset + length > view.nbytes for offset, length in spans):
             raise ValueError("it is cut short")
     except (struct.error, ValueError) as error:
-        raise TransferError(f"`{path}` cannot be read: {error}. It was not loaded.") from error
+        raise TransferError(f"`{name}` cannot be read: {error}. It was not loaded.") from error
     return mac, table, [view[offset : offset + length] for offset, length in spans]
 
 

@@ -27,6 +27,12 @@ _SHOWN = 120
 _by_value: Counter[str] = Counter()  # modules that travel by value now, by the calls that need it
 _by_value_lock = threading.Lock()
 _SUBIMPORT = "cloudpickle.subimport()"  # stands for the function in what follows; no name has brackets
+# What a function imports late when its code has this name.
+_IMPORTED_BY = {
+    "optim": "torch._dynamo",
+    "checkpoint": "prefect_torch_elastic.checkpoint.session",
+    "should_stop": "prefect_torch_elastic.checkpoint.session",
+}
 _EVERYWHERE = frozenset({"torch", "numpy", "cloudpickle", "prefect_torch_elastic"})
 
 
@@ -62,11 +68,14 @@ def list_modules(data: bytes) -> list[str]:
 def list_hidden_modules(function: Callable[..., Any]) -> list[str]:
     """Return modules that the function's code will import without naming them.
 
-    The first optimizer of a process imports `torch._dynamo`, which takes seconds: once per node, ahead of the
-    ranks, is cheaper than in each rank and after each restart.
+    The first optimizer of a process imports `torch._dynamo`, the first checkpoint torch's sharded tensors:
+    seconds each. Once per node, ahead of the ranks, is cheaper than in each rank and after each restart.
     """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return ["torch._dynamo"] if code is not None and _uses_name(code, "optim") else []
+    if code is None:
+        return []
+    modules = [module for name, module in _IMPORTED_BY.items() if _uses_name(code, name)]
+    return list(dict.fromkeys(modules))
 
 
 def _uses_name(code: CodeType, name: str) -> bool:
@@ -79,18 +88,18 @@ def name_culprit(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     for name, value in arguments.items():
         if problem := _problem(value):
             return TransferError(
-                f"argument `{name}` ({type_name(value)}) cannot be sent to the ranks: {problem}. "
-                "Pass plain data, a path or a URL, and open it inside the function."
+                f"argument `{name}` ({type_name(value)}) cannot be sent to where the function runs: "
+                f"{problem}. Pass plain data, a path or a URL, and open it inside the function."
             )
     for name, value in _outer_variables(function).items():
         if problem := _problem(value):
             return TransferError(
                 f"variable `{name}` ({type_name(value)}), which `{function.__name__}` uses, cannot be sent "
-                f"to the ranks: {problem}. Create it inside the function, or pass plain data."
+                f"to where the function runs: {problem}. Create it inside the function, or pass plain data."
             )
     return TransferError(
-        f"`{function.__name__}` cannot be sent to the ranks: {_problem((function, dict(arguments)))}. "
-        "Create what it holds inside the function."
+        f"`{function.__name__}` cannot be sent to where the function runs: "
+        f"{_problem((function, dict(arguments)))}. Create what it holds inside the function."
     )
 
 
@@ -207,12 +216,21 @@ def _private_modules_by_value(value: object) -> Generator[None, None, None]:
 
 
 def _is_importable(name: str) -> bool:
-    from importlib.machinery import PathFinder
-
+    """Whether another process with our `sys.path` can import it; having it in `sys.modules` says nothing."""
     root = name.partition(".")[0]
     if root in sys.builtin_module_names or root in sys.stdlib_module_names:
         return True
-    return PathFinder.find_spec(root, [entry or os.getcwd() for entry in sys.path]) is not None
+    # not the path alone: editable installs bring finders of their own
+    return any(_finds(finder, root) for finder in sys.meta_path)
+
+
+def _finds(finder: Any, root: str) -> bool:
+    from importlib.machinery import PathFinder
+
+    if finder is PathFinder:  # `""` is the working directory of now
+        return PathFinder.find_spec(root, [entry or os.getcwd() for entry in sys.path]) is not None
+    find = getattr(finder, "find_spec", None)
+    return find is not None and find(root, None) is not None
 
 
 def _is_everywhere(module: str) -> bool:

@@ -1,27 +1,30 @@
-"""The run folder on a directory: where a run's calls, logs and evidence are, and what is removed when.
+"""The run folder: where a run's log, results, logs of ranks and evidence are.
 
 ```
-<store>/<run key>/attempts/0001/call            function and arguments, gone when the attempt ends
+<store>/<run key>/log/000000000017.json         see `runlog`
+                 /calls/<digest>/...            results of calls, see `outcomes`
+                 /checkpoints/...               see `checkpoint.layout`
+<local>/<run key>/attempts/0001/call            function and arguments, gone when the attempt ends
                                /launcher.log    what launcher and agents said
                                /node-0/rank-0.log, rank-0.stacks, rank-0.error.json
 ```
+`<local>` is the store itself if that is a directory, else `torch-elastic` in Prefect's home.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from prefect_torch_elastic.errors import SpecError, StoreError
+from prefect_torch_elastic.spec_values import REMOTE_SCHEMES, hide_secrets
+from prefect_torch_elastic.store import parse_directory
 
 STORE_VARIABLE = "PREFECT_INTEGRATIONS_TORCH_ELASTIC_STORE"
-_SAFE = re.compile(r"[^A-Za-z0-9._=-]+")
-_NAME_CHARACTERS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,14 @@ class AttemptFolder:
         """What the launcher that was started for this attempt said, and its agents; later gangs share it."""
         return self.path / "launcher.log"
 
+    @contextmanager
+    def hold(self) -> Generator[None, None, None]:
+        """Keep the attempt, whose call was written, from being removed however long its ranks say nothing."""
+        with self.call.open("rb") as file:
+            with suppress(OSError):  # some network file systems have no locks: there it is kept for a week
+                fcntl.flock(file, fcntl.LOCK_SH)
+            yield
+
     def tidy(self) -> None:
         """Remove what nobody needs after the attempt: parcels, also half-written ones, and empty reports."""
         patterns = ("call", "call.*.tmp", "node-*/*.result", "node-*/*.error", "node-*/*.tmp")
@@ -52,88 +63,99 @@ class AttemptFolder:
                     file.unlink()
 
 
-def resolve_store(store: str | None, *, from_environment: str | None, home: Path) -> Path:
-    """Return the directory of the store: the block's, the environment's, or one under Prefect's home.
+@dataclass(frozen=True, kw_only=True)
+class RunPlace:
+    """Where a run's files are.
+
+    Attributes:
+        url: The store: log, checkpoints and results of calls.
+        local: Directory of this machine for the files of attempts; the store itself if it is a directory.
+        is_default: Whether nobody chose the store: what is worthless in it may go by itself.
+    """
+
+    url: str
+    local: Path
+    is_default: bool = False
+
+
+def resolve_store(
+    store: str | None, *, from_environment: str | None, home: Path, work_pool: str | None = None
+) -> RunPlace:
+    """Return where runs are: the block's store, the environment's, or a directory under Prefect's home.
+
+    Args:
+        store: The block's.
+        from_environment: What `STORE_VARIABLE` says.
+        home: Prefect's home on this machine.
+        work_pool: Where the call runs; another machine does not see this one's home.
 
     Raises:
-        SpecError: If it is not a directory.
+        SpecError: If the URL names no store that a gang can use.
     """
-    url = store or from_environment or str(home / "torch-elastic")
-    parts = urlsplit(url)
-    if parts.scheme and parts.scheme != "file":
+    default = home / "torch-elastic"
+    if work_pool and not (store or from_environment):
         raise SpecError(
-            f"`store={url!r}` cannot be used by a gang on this machine yet. "
-            "Pass a directory or a `file://` URL."
+            f"`store` is not set, and the machines of `work_pool={work_pool!r}` cannot see this one's home. "
+            f"Pass `store=` a URL that both reach (`s3://`, `gs://`, `az://`, or `file://` and the path of a "
+            f"shared disk), or set `{STORE_VARIABLE}`."
         )
-    if parts.scheme and (parts.netloc not in {"", "localhost"} or not parts.path):
-        raise SpecError(
-            f"`store={url!r}` names no directory of this machine. Write three slashes: `file:///data/runs`."
-        )
-    return Path(unquote(parts.path) if parts.scheme else url).expanduser().absolute()
+    url = store or from_environment or str(default)
+    if (path := parse_directory(url)) is not None:
+        return RunPlace(url=str(path), local=path, is_default=not (store or from_environment))
+    if urlsplit(url).scheme in REMOTE_SCHEMES:
+        return RunPlace(url=url, local=default)
+    raise SpecError(
+        f"`store={hide_secrets(url)!r}` cannot be used by a gang. "
+        "Pass a directory, or a URL that starts with `file://`, `s3://`, `gs://` or `az://`."
+    )
 
 
-def create_attempt(store: Path, run_key: str) -> AttemptFolder:
+def create_attempt(local: Path, folder: str, *, after: int = 0) -> AttemptFolder:
     """Make the folder of the run's next attempt; two callers never get the same one.
+
+    Args:
+        local: Directory of the runs on this machine.
+        folder: Name of the run folder.
+        after: Highest number that the run's log knows: other machines may have had attempts too.
 
     Raises:
         StoreError: If the folder cannot be made.
     """
-    attempts = store / name_folder(run_key) / "attempts"
+    attempts = local / folder / "attempts"
     try:
-        store.mkdir(parents=True, exist_ok=True)
-        attempts.parent.mkdir(mode=0o700, exist_ok=True)
-        attempts.mkdir(exist_ok=True)
-        number = max((int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()), default=0)
+        local.mkdir(parents=True, exist_ok=True)
         while True:
-            number += 1
-            path = attempts / f"{number:04}"
-            with suppress(FileExistsError):
-                path.mkdir()
-                return AttemptFolder(number=number, path=path)
+            attempts.parent.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # another process removed the empty folder: make it again
+                attempts.mkdir(exist_ok=True)
+                after = max(
+                    [after, *(int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit())]
+                )
+                path = attempts / f"{after + 1:04}"
+                if _make(path):
+                    return AttemptFolder(number=after + 1, path=path)
     except OSError as error:
         raise StoreError(
-            f"the run folder cannot be made in `{store}`: {error.strerror or error}. "
+            f"the run folder cannot be made in `{local}`: {error.strerror or error}. "
             f"Pass `store=` a directory that can be written, or set `{STORE_VARIABLE}`."
         ) from error
 
 
-def name_folder(run_key: str) -> str:
-    """Return the run key as the name of one folder; keys that look alike afterwards stay apart."""
-    safe = _SAFE.sub("-", run_key).strip("-.")[:_NAME_CHARACTERS]
-    if safe == run_key:
-        return safe
-    return f"{safe or 'run'}-{hashlib.sha256(run_key.encode()).hexdigest()[:8]}"
+def is_held(attempt: Path) -> bool:
+    """Whether a driver on this machine waits for the gang of an attempt, see `AttemptFolder.hold`."""
+    try:
+        with (attempt / "call").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no call, or there are no locks
+        return False
+    return False
 
 
-def render_run_key(run_key: str | Callable[..., str] | None, arguments: Mapping[str, object]) -> str | None:
-    """Return the run's own name, None if it has none.
-
-    Args:
-        run_key: A text, a template over the parameters, or a callable that gets them.
-        arguments: The parameters of this call.
-
-    Raises:
-        SpecError: If the template does not fit the parameters, the callable raises, or the name is empty.
-    """
-    if run_key is None:
-        return None
-    if callable(run_key):
-        try:
-            name = str(run_key(**arguments))
-        except Exception as error:
-            raise SpecError(
-                f"`run_key` (`{getattr(run_key, '__name__', run_key)}`) raised "
-                f"{type(error).__name__}: {error}. It gets the parameters of the task by name."
-            ) from error
-    else:
-        try:
-            name = str(run_key).format(**arguments)
-        except Exception as error:  # a parameter's own formatting may raise anything
-            parameters = ", ".join(f"`{{{parameter}}}`" for parameter in arguments)
-            raise SpecError(
-                f"`run_key={run_key!r}` does not fit the task's parameters: {type(error).__name__}: {error}. "
-                f"Use {parameters or 'plain text'}."
-            ) from error
-    if not name.strip():
-        raise SpecError(f"`run_key={run_key!r}` gives an empty name. Pass a name, or leave it out.")
-    return name
+def _make(folder: Path) -> bool:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True

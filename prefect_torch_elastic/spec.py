@@ -54,17 +54,15 @@ _NCCL_DUMP_SECONDS = 15
 
 _FIELDS_OF_A_POOL = frozenset(
     {"inadmissible_grace_seconds", "active_deadline_seconds", "ttl_seconds_after_finished"}
+    | {"resume_after_preemption"}
     | {"namespace", "queue", "queue_priority", "topology"}
     | {"image", "cpu", "memory", "gpu", "shm_size", "secret_env", "volumes", "node_selector", "tolerations"}
-    | {"service_account", "labels", "annotations", "pod_template"}
+    | {"service_account", "labels", "annotations", "pod_template", "job_variables", "include_files"}
 )
 
 
 # Checked already, so that blocks can be saved with them; nothing reads them yet.
-_FIELDS_TO_COME = frozenset(
-    {"progress_timeout_seconds", "resume_after_preemption", "checkpoint", "store_credentials"}
-    | {"price_per_node_hour", "rdzv_backend"}
-)
+_FIELDS_TO_COME = frozenset({"rdzv_backend"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +129,9 @@ class Spec:
     log_level_all_ranks: str = "WARNING"
     log_level_leader: str = "INFO"
     price_per_node_hour: float | None = None
+    # what a work pool gets besides
+    job_variables: dict[str, Any] = field(default_factory=dict[str, Any])
+    include_files: list[str] = field(default_factory=list[str])
 
     @property
     def min_nodes(self) -> int:

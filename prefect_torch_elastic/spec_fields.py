@@ -54,6 +54,20 @@ class CheckpointPolicy:
     keep_best: int = _described("Keep best", "How many with the best metric stay besides.", 0)
     metric: str | None = _described("Metric", "The metric that says which checkpoint is best.", None)
     mode: Literal["min", "max"] = _described("Mode", "Whether a small or a large metric is good.", "min")
+    keep_every_steps: int | None = _described(
+        "Keep every steps", "Checkpoints of this many steps and its multiples stay besides.", None
+    )
+    when_busy: Literal["skip", "wait"] = _described(
+        "When busy",
+        "What a save that is due does while the one before is on its way: it is left out, or training waits.",
+        "skip",
+    )
+    meeting_timeout_seconds: float = _described(
+        "Meeting timeout",
+        "How long the ranks wait for each other before a save or a load, until the missing one is named.",
+        600.0,
+    )
+    max_failures: int = _described("Most failures", "The run ends when this many saves in a row fail.", 3)
 
 
 class SpecOptions(TypedDict, total=False):
@@ -106,6 +120,8 @@ class SpecOptions(TypedDict, total=False):
     log_level_all_ranks: str
     log_level_leader: str
     price_per_node_hour: float | None
+    job_variables: dict[str, Any]
+    include_files: list[str]
 
 
 FIELD_NAMES: tuple[str, ...] = tuple(SpecOptions.__annotations__)
@@ -188,6 +204,10 @@ _CHECKPOINT_CHECKS: dict[str, Check] = {
     "keep_best": whole_number(minimum=0, example=1),
     "metric": optional(_some_text),
     "mode": word("min", "max"),
+    "keep_every_steps": optional(whole_number(minimum=1, example=10_000)),
+    "meeting_timeout_seconds": _seconds,
+    "when_busy": word("skip", "wait"),
+    "max_failures": whole_number(minimum=1, example=3),
 }
 
 _CHECKS: dict[str, Check] = {
@@ -238,4 +258,6 @@ _CHECKS: dict[str, Check] = {
     "log_level_all_ranks": word(*LOG_LEVELS),
     "log_level_leader": word(*LOG_LEVELS),
     "price_per_node_hour": optional(positive_number(example=98.3, or_zero=True)),
+    "job_variables": plain_mapping,
+    "include_files": list_of(_some_text),
 }

@@ -13,12 +13,14 @@ from prefect_torch_elastic.errors import SpecError
 from prefect_torch_elastic.spec_checks import parse_number, parse_whole, plain_mapping, refusal
 
 LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
-REMOTE_SCHEMES = ("file", "s3", "gs", "az")
+REMOTE_SCHEMES = ("s3", "gs", "az")
 
 _COUNT = re.compile(r"[0-9]{1,6}")
 _CPU = re.compile(r"([0-9]+(\.[0-9]+)?)m?")
 _MEMORY = re.compile(r"([0-9]+(\.[0-9]+)?)(Ki|Mi|Gi|Ti|k|M|G|T)")
 _GPU = re.compile(r"(?:([A-Za-z][-\w.]*):)?([0-9]{1,4})", re.ASCII)
+_MORE_THAN_A_HOST = re.compile("[@:]")  # a user, a password, a port
+_OPTIONS = re.compile("[?#]")  # a query such as the token of a SAS URL
 _BLOCK_REFERENCE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?/[^/\s]+")
 
 # The agent tells each rank who it is; a value of the user would send ranks to peers that do not exist.
@@ -160,19 +162,33 @@ def parse_variable_name(field: str, value: object) -> str:
 
 
 def parse_store(field: str, value: object) -> str:
-    """Return the address of the run folders: a directory or a URL.
+    """Return the address of the run folders: a directory or a URL without credentials.
 
     Raises:
-        SpecError: If the scheme is unknown, or if it is `memory://`, which other processes cannot see.
+        SpecError: If the scheme is unknown, if it is `memory://`, which other processes cannot see, or if the
+            URL carries what may be a secret, which the message does not repeat.
     """
     accepted = "a directory, or a URL that starts with `file://`, `s3://`, `gs://` or `az://`"
     text = value.strip() if isinstance(value, str) else ""
     scheme, separator, rest = text.partition("://")
+    if separator and (_MORE_THAN_A_HOST.search(rest.partition("/")[0]) or _OPTIONS.search(rest)):
+        raise SpecError(
+            f"`{field}='{scheme}://...'` carries more than a bucket and a prefix; the rest may be a secret, "
+            "it is not shown. Leave keys, tokens and options out of the URL: pass "
+            '`store_credentials="aws-credentials/training"`, or set the environment variables of the service.'
+        )
     if separator and scheme == "memory":
         raise refusal(field, value, accepted, why="the ranks of a gang cannot see the memory of one process")
-    if not text or (separator and (scheme not in REMOTE_SCHEMES or not rest.strip("/"))):
+    known = scheme in ("file", *REMOTE_SCHEMES)
+    if not text or (separator and not (known and rest.strip("/"))):
         raise refusal(field, value, accepted)
     return text
+
+
+def hide_secrets(url: str) -> str:
+    """Return a URL without what may be a secret in it: user, password and options; a directory as it is."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}://{_OPTIONS.split(rest)[0].rpartition('@')[2]}" if separator else url
 
 
 def parse_block_reference(field: str, value: object) -> str:
@@ -188,7 +204,10 @@ def parse_block_reference(field: str, value: object) -> str:
             )
         return f"{slug()}/{document}"
     if not isinstance(value, str) or not _BLOCK_REFERENCE.fullmatch(value.strip()):
-        raise refusal(field, value, f"a saved block or its `TYPE/NAME`, such as {example}")
+        raise SpecError(
+            f"`{field}` is a `{type(value).__name__}` that names no block; it may be a secret, it is not "
+            f"shown. Pass a saved block or its `TYPE/NAME`, such as {example}."
+        )
     return value.strip()
 
 

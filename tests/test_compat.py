@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import json
 import signal
 import threading
 import time
@@ -35,6 +37,163 @@ def test_prefect_runner_without_cancel_events_never_asks_to_stop():
     assert not compat.task_cancel_requested(None, uuid.uuid4())
 
 
+def test_prefect_task_context_knows_the_task_that_it_was_entered_in(prefect_server):
+    from prefect import flow, task
+    from prefect.context import TaskRunContext
+
+    seen: list[Any] = []
+
+    @task
+    def inner() -> None:
+        context = TaskRunContext.get()
+        assert context is not None
+        run = compat.outer_task_run(context)
+        seen.append(run and (run.id, run.run_count))
+
+    @task(retries=1)
+    def outer() -> Any:
+        inner()
+        inner.submit().wait()
+        context = TaskRunContext.get()
+        assert context is not None
+        seen.append(context.task_run.id)
+        if context.task_run.run_count == 1:
+            raise ValueError("once")
+
+    @flow
+    def main() -> None:
+        inner()
+        inner.submit().wait()
+        outer()
+
+    main()
+    assert seen[:2] == [None, None]
+    called, submitted, expected, called_again, submitted_again, _ = seen[2:]
+    assert called == submitted == (expected, 1)
+    assert called_again == submitted_again == (expected, 2)
+
+
+class SyncStorage:
+    """A storage block of a user that knows Prefect's word for a sync call."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, bytes] = {}
+
+    def write_path(self, path: str, content: bytes, _sync: bool) -> None:
+        self.written[path] = content
+
+
+class AsyncStorage(SyncStorage):
+    """One that knows no such word; Prefect awaits it in async tasks."""
+
+    async def write_path(self, path: str, content: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.written[path] = content
+
+
+@pytest.mark.parametrize(("storage", "is_async"), [(SyncStorage(), False), (AsyncStorage(), True)])
+def test_prefect_writes_results_to_blocks_with_sync_and_with_async_methods(storage, is_async):
+    from prefect import results
+
+    compat.write_block(storage, "probe", b"x", is_async=is_async)
+    assert storage.written == {"probe": b"x"}
+    name = "call_explicitly_async_block_method" if is_async else "call_explicitly_sync_block_method"
+    assert name in inspect.getsource(results.ResultStore)  # what it does itself at the end of a task
+
+
+def test_prefect_sender_of_log_lines_posts_a_batch_as_ours_does(monkeypatch):
+    from prefect.logging.handlers import APILogWorker
+
+    requests: list[Any] = []
+
+    class Client:
+        async def request(self, *args: Any, **kwargs: Any) -> None:
+            requests.append((args, kwargs))
+
+    async def send(post: Any, count: int) -> None:
+        requests.append(count)
+        await post()
+
+    sender = object.__new__(APILogWorker)
+    sender._client = Client()  # pyright: ignore[reportAttributeAccessIssue]
+    asyncio.run(sender._handle_batch([b"1", b"2"]))
+    monkeypatch.setattr(APILogWorker, "_handle_batch", APILogWorker._handle_batch)
+    compat.send_log_lines_with(send)
+    asyncio.run(sender._handle_batch([b"1", b"2"]))
+    theirs, count, ours = requests
+    assert (ours, count) == (theirs, 2)
+
+
+@pytest.fixture
+def no_intent() -> Any:
+    from prefect._internal import control_listener
+
+    control_listener.clear_intent()
+    yield control_listener
+    control_listener.clear_intent()
+
+
+def test_prefect_engine_asks_for_the_intent_that_we_note(no_intent: Any):
+    from prefect import flow_engine
+
+    assert not compat.flow_is_being_cancelled()
+    compat.note_cancellation()
+    assert flow_engine._termination_intent() == "cancel"
+    assert compat.flow_is_being_cancelled()
+    assert not compat.flow_goes_on_elsewhere()
+    compat.forget_cancellation()
+    assert flow_engine._termination_intent() is None
+
+
+def test_prefect_names_what_leaves_a_flow_run_to_another_process(no_intent: Any):
+    from prefect import flow_engine
+
+    for intent in flow_engine._SUPERVISOR_OWNED_INTENTS:
+        no_intent._set_intent(intent)
+        assert compat.flow_goes_on_elsewhere()
+        assert not compat.flow_is_being_cancelled()
+
+
+def test_process_whose_main_thread_runs_no_flow_gets_no_signal(no_intent: Any):
+    assert not compat.cancel_main_flow()
+    assert not compat.flow_is_being_cancelled()
+
+
+def test_main_thread_that_runs_a_flow_is_woken_from_another_one(no_intent: Any):
+    from prefect.exceptions import TerminationSignal
+    from prefect.utilities.engine import capture_sigterm
+
+    def serve() -> None:
+        with capture_sigterm():
+            assert compat.cancel_main_flow()  # in the main thread itself it is only noted
+            threading.Thread(target=compat.cancel_main_flow).start()
+            time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(TerminationSignal):
+            serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)  # Prefect leaves its own, as if the process would end now
+
+
+def test_prefect_context_of_a_flow_knows_the_flows_around_it(prefect_server: str):
+    from prefect import flow
+    from prefect.context import FlowRunContext
+    from prefect.runtime import flow_run
+
+    @flow
+    def inner() -> tuple[str, list[str]]:
+        return flow_run.id, [str(run.id) for run in compat.outer_flow_runs(FlowRunContext.get())]
+
+    @flow
+    def outer() -> tuple[str, tuple[str, list[str]], list[Any]]:
+        return flow_run.id, inner(), compat.outer_flow_runs(FlowRunContext.get())
+
+    outer_id, (inner_id, around), none = outer()
+    assert [one for one in around if one != inner_id] == [outer_id]
+    assert [one for one in none if str(one.id) != outer_id] == []
+
+
 def test_prefect_context_loses_its_token_at_its_end():
     from prefect.context import ContextModel, FlowRunContext, TagsContext
 
@@ -59,6 +218,15 @@ def test_prefect_takes_the_users_function_for_the_source_of_a_task():
     assert _get_task_source(launch) is launch
     compat.keep_task_source(launch, train)
     assert _get_task_source(launch) is train
+
+
+def test_prefect_function_for_states_of_task_runs_takes_what_we_pass():
+    """tests/test_mirror.py looks at what arrives in a real API."""
+    from prefect.utilities.engine import emit_task_run_state_change_event
+
+    inspect.signature(emit_task_run_state_change_event).bind(
+        task_run=None, initial_state=None, validated_state=None, follows=None
+    )
 
 
 def test_prefect_task_remembers_the_cache_policy_that_was_given():
@@ -181,6 +349,32 @@ def test_torch_asks_for_the_default_timeout_with_one_argument(torch):
     from torch.distributed import distributed_c10d
 
     assert list(inspect.signature(distributed_c10d._get_default_timeout).parameters) == ["backend"]
+
+
+# ---------------------------------------------------------------- torch: the flight recorder
+
+
+def test_torch_flight_recorder_has_the_fields_that_we_read(run_script):
+    result = run_script("""
+import json
+from prefect_torch_elastic import compat
+before = compat.read_flight_recorder()
+import torch
+from torch import distributed
+silent = compat.read_flight_recorder()
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+for _ in range(2):
+    distributed.all_reduce(torch.ones(4, 2))
+import sys
+print(json.dumps([before, silent, compat.read_flight_recorder(), "torch._inductor" in sys.modules]))
+""")
+    assert result.rc == 0, result.stderr
+    before, silent, entries, has_imported = json.loads(result.stdout)
+    assert (before, silent, has_imported) == ([], [], False)
+    entry = entries[-1]
+    assert (entry["process_group"], entry["collective_seq_id"]) == (["0", "default_pg"], 2)
+    assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[4, 2]])
+    assert (entry["retired"], entry["is_p2p"], entry["state"]) == (True, False, "scheduled")
 
 
 # ---------------------------------------------------------------- torch: the agent
@@ -458,3 +652,49 @@ def test_lone_rendezvous_gives_each_round_a_store_of_its_own(torch):
     assert handler.num_nodes_waiting() == 0
     assert not handler.is_closed()
     assert handler.shutdown()
+
+
+# ---------------------------------------------------------------- torch's wrappers of modules
+
+
+def wrap_compiled(torch, module):
+    return torch.compile(module, backend="eager")
+
+
+def wrap_activation_checkpoint(torch, module):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)
+
+
+def wrap_data_parallel(torch, module):
+    return torch.nn.DataParallel(module)
+
+
+@pytest.mark.parametrize("wrap", [wrap_compiled, wrap_activation_checkpoint, wrap_data_parallel])
+def test_torch_wrapper_has_its_module_under_the_name_that_we_know(torch, wrap):
+    module = torch.nn.Linear(2, 2)
+    wrapped = wrap(torch, module)
+    (inner,) = [name for kind, name in compat.torch_wrappers().items() if isinstance(wrapped, kind)]
+    assert dict(wrapped.named_modules())[inner] is module
+
+
+def test_torch_distributed_data_parallel_has_its_module_under_the_name_that_we_know(torch):
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert compat.torch_wrappers()[DistributedDataParallel] == "module"
+    assert "self.module = module" in inspect.getsource(DistributedDataParallel.__init__)
+
+
+def test_torch_wrappers_import_nothing(run_script):
+    result = run_script(
+        """
+import sys
+from prefect_torch_elastic import compat
+import torch
+before = set(sys.modules)
+compat.torch_wrappers()
+print(sorted(set(sys.modules) - before))
+"""
+    )
+    assert result.stdout.strip() == "[]", result.stderr

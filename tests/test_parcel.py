@@ -117,6 +117,20 @@ def test_parcel_is_for_its_owner_only_whatever_the_umask(tmp_path):
     assert (tmp_path / "call").stat().st_mode & 0o777 == 0o600
 
 
+def test_parcel_that_is_replaced_after_its_check_is_not_loaded(tmp_path, monkeypatch):
+    path, other = tmp_path / "call", tmp_path / "other"
+    parcel.write_parcel(path, "checked", key=KEY)
+    parcel.write_parcel(other, "somebody else's", key=b"x" * 32)
+    verify = parcel.verify_bytes
+
+    def verify_and_replace(*args, **options) -> None:
+        verify(*args, **options)
+        other.replace(path)
+
+    monkeypatch.setattr(parcel, "verify_bytes", verify_and_replace)
+    assert read(path) == "checked"
+
+
 # ---------------------------------------------------------------- refused, and never unpickled
 
 

@@ -196,6 +196,22 @@ def test_module_that_only_this_process_can_import_travels_by_value_c007(name, mo
     assert json.loads(run_elsewhere(module.train)) == [0.5, name]
 
 
+def test_module_of_an_editable_install_travels_by_reference(monkeypatch):
+    """Such an install brings a finder of its own, in every process; classes of the module stay themselves."""
+    from importlib.machinery import ModuleSpec
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, _path: object, _target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if name == "installed_for_editing" else None
+
+    module = shared_module("installed_for_editing", NOTEBOOK, monkeypatch)
+    by_value = pickles.dump(module.train)[0]
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    by_reference = pickles.dump(module.train)[0]
+    assert len(by_reference) < 100 < len(by_value)
+
+
 def test_module_travels_by_value_only_during_the_dump(monkeypatch):
     import cloudpickle
 
@@ -347,7 +363,9 @@ def test_culprit_among_arguments_is_named():
         return steps, lock
 
     error = pickles.name_culprit(train, {"steps": 3, "lock": LOCK})
-    assert str(error).startswith("argument `lock` (_thread.lock) cannot be sent to the ranks: cannot pickle")
+    assert str(error).startswith(
+        "argument `lock` (_thread.lock) cannot be sent to where the function runs: cannot pickle"
+    )
     assert "Pass plain data, a path or a URL" in str(error)
 
 
@@ -374,7 +392,9 @@ def test_culprit_that_nobody_can_point_at_still_has_a_reason():
         return values
 
     error = pickles.name_culprit(train, {})
-    assert str(error).startswith("`train` cannot be sent to the ranks: cannot pickle '_thread.lock' object.")
+    assert str(error).startswith(
+        "`train` cannot be sent to where the function runs: cannot pickle '_thread.lock' object."
+    )
 
 
 @pytest.mark.parametrize(

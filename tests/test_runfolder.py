@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefect_torch_elastic.errors import SpecError, StoreError
 from prefect_torch_elastic.runfolder import (
     STORE_VARIABLE,
     AttemptFolder,
+    RunPlace,
     create_attempt,
-    name_folder,
-    render_run_key,
+    is_held,
     resolve_store,
 )
 
@@ -38,16 +35,24 @@ HOME = Path("/home/me/.prefect")
     ],
 )
 def test_store_is_resolved_to_a_directory(store, environment, expected):
-    assert resolve_store(store, from_environment=environment, home=HOME) == expected
+    place = resolve_store(store, from_environment=environment, home=HOME)
+    assert place == RunPlace(url=str(expected), local=expected, is_default=expected == HOME / "torch-elastic")
 
 
 def test_relative_store_is_below_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert resolve_store("runs", from_environment=None, home=HOME) == tmp_path / "runs"
+    assert resolve_store("runs", from_environment=None, home=HOME).local == tmp_path / "runs"
 
 
-@pytest.mark.parametrize("store", ["s3://bucket/runs", "gs://bucket/runs", "memory://runs"])
-def test_store_elsewhere_is_refused_for_a_gang_here(store):
+@pytest.mark.parametrize("store", ["s3://bucket/runs", "gs://bucket", "az://container/a%20b"])
+def test_files_of_attempts_stay_on_this_machine_when_the_store_is_elsewhere(store):
+    expected = RunPlace(url=store, local=HOME / "torch-elastic")
+    assert resolve_store(store, from_environment=None, home=HOME) == expected
+    assert resolve_store(None, from_environment=store, home=HOME) == expected
+
+
+@pytest.mark.parametrize("store", ["memory://runs", "ftp://host/runs"])
+def test_store_that_ranks_cannot_see_is_refused(store):
     with pytest.raises(SpecError) as refused:
         resolve_store(store, from_environment=None, home=HOME)
     assert f"`store={store!r}`" in str(refused.value)
@@ -61,7 +66,7 @@ def test_file_url_without_an_absolute_path_is_refused(store):
 
 
 def test_file_url_of_this_host_is_accepted():
-    assert resolve_store("file://localhost/a", from_environment=None, home=HOME) == Path("/a")
+    assert resolve_store("file://localhost/a", from_environment=None, home=HOME).url == "/a"
 
 
 # ---------------------------------------------------------------- attempts
@@ -80,11 +85,42 @@ def test_attempts_go_on_after_the_highest_number(tmp_path):
     assert create_attempt(tmp_path, "run").number == 42
 
 
+def test_attempts_go_on_after_those_of_other_machines(tmp_path):
+    assert create_attempt(tmp_path, "run", after=6).number == 7
+    assert create_attempt(tmp_path, "run", after=2).number == 8
+
+
 def test_two_callers_never_get_the_same_attempt(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         folders = list(threads.map(lambda _: create_attempt(tmp_path, "run"), range(64)))
     assert sorted(folder.number for folder in folders) == list(range(1, 65))
     assert len({folder.path for folder in folders}) == 64
+
+
+def test_attempt_is_made_again_when_the_empty_run_folder_is_removed_meanwhile(tmp_path, monkeypatch):
+    mkdir, removed = Path.mkdir, []
+
+    def remove_once(path: Path, *args, **options) -> None:
+        if path.name in ("attempts", "0001") and path.name not in removed:
+            removed.append(path.name)
+            for folder in (tmp_path / "run" / "attempts", tmp_path / "run"):
+                if folder.exists():
+                    folder.rmdir()
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", remove_once)
+    assert create_attempt(tmp_path, "run").path.is_dir()
+    assert removed == ["attempts", "0001"]
+
+
+def test_attempt_is_held_while_its_driver_waits(tmp_path):
+    folder = create_attempt(tmp_path, "run")
+    assert not is_held(folder.path)
+    folder.call.touch()
+    assert not is_held(folder.path)
+    with folder.hold(), folder.hold():
+        assert is_held(folder.path)
+    assert not is_held(folder.path)
 
 
 def test_store_that_cannot_be_written_is_named_with_the_cure(tmp_path):
@@ -112,99 +148,6 @@ def test_file_in_the_place_of_the_run_is_named(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(StoreError, match="cannot be made"):
         create_attempt(tmp_path, "run")
-
-
-# ---------------------------------------------------------------- names
-
-
-@pytest.mark.parametrize("key", ["pretrain-7b", "a.b_c=1", "0198f2c3-5d1e-7c39-8f5a-0a6f1f3b2c4d"])
-def test_plain_run_key_is_the_folder_name(key):
-    assert name_folder(key) == key
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("a/b", "a-b"),
-        ("a/b", "a b"),
-        ("a", " a"),
-        (".a", "a"),
-        ("x" * 101, "x" * 102),
-        ("x" * 100, "x" * 101),
-        ("ä", "ö"),
-        ("..", "."),
-        ("", "run"),
-    ],
-)
-def test_run_keys_that_look_alike_get_folders_of_their_own(one, other):
-    assert name_folder(one) != name_folder(other)
-
-
-@given(st.text(max_size=300))
-def test_folder_name_is_one_short_component_that_hides_nothing(key):
-    name = name_folder(key)
-    assert name == Path(name).name
-    assert not name.startswith(".")
-    assert len(name) <= 110
-    assert name == name_folder(key)
-
-
-def test_folder_name_is_stable_over_versions():
-    digest = hashlib.sha256(b"flow/train 1").hexdigest()[:8]
-    assert name_folder("flow/train 1") == f"flow-train-1-{digest}"
-
-
-# ---------------------------------------------------------------- run keys
-
-
-@pytest.mark.parametrize(
-    ("run_key", "name"),
-    [
-        pytest.param(None, None, id="none"),
-        pytest.param("pretrain", "pretrain", id="text"),
-        pytest.param("{size}-{lr:.0e}", "7b-3e-04", id="template"),
-        pytest.param(lambda size, lr: f"{size}x", "7bx", id="callable"),
-    ],
-)
-def test_run_key_is_made_of_the_parameters(run_key, name):
-    assert render_run_key(run_key, {"size": "7b", "lr": 3e-4}) == name
-
-
-def raise_key_error(**_):
-    raise KeyError("size")
-
-
-@pytest.mark.parametrize(
-    "run_key",
-    [
-        pytest.param("{sise}", id="unknown-parameter"),
-        pytest.param("{}", id="no-name"),
-        pytest.param("{0}", id="number"),
-        pytest.param("{size", id="open-bracket"),
-        pytest.param("{size!z}", id="unknown-conversion"),
-        pytest.param("{size:d}", id="wrong-format"),
-        pytest.param("{size.width}", id="no-such-attribute"),
-        pytest.param("{steps[0]}", id="no-such-item"),
-        pytest.param("{nothing:>8}", id="format-of-none"),
-        pytest.param("  ", id="blank"),
-        pytest.param("{empty}", id="empty"),
-        pytest.param(raise_key_error, id="callable-raises"),
-        pytest.param(lambda: "x", id="callable-takes-nothing"),
-    ],
-)
-def test_run_key_that_cannot_be_made_is_refused(run_key):
-    with pytest.raises(SpecError, match="`run_key"):
-        render_run_key(run_key, {"size": "7b", "steps": 3, "nothing": None, "empty": ""})
-
-
-def test_run_key_that_does_not_fit_names_the_parameters():
-    with pytest.raises(SpecError) as refused:
-        render_run_key("{sise}", {"size": "7b", "lr": 1.0})
-    assert "`run_key='{sise}'` does not fit the task's parameters: KeyError: 'sise'." in str(refused.value)
-    assert "Use `{size}`, `{lr}`." in str(refused.value)
-
-
-# ---------------------------------------------------------------- tidy
 
 
 def test_tidy_leaves_logs_and_evidence_only(tmp_path):
@@ -237,3 +180,4 @@ def test_tidy_keeps_a_launcher_log_that_says_something(tmp_path):
 def test_tidy_of_an_empty_folder_does_nothing(tmp_path):
     AttemptFolder(number=1, path=tmp_path).tidy()
     AttemptFolder(number=1, path=tmp_path / "never-made").tidy()
+    assert list(tmp_path.iterdir()) == []

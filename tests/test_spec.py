@@ -186,14 +186,13 @@ def test_field_that_is_none_is_not_set_and_zero_gpus_mean_something_everywhere()
 
 
 def test_field_that_nothing_reads_yet_is_named():
-    assert fields_without_meaning_here({"price_per_node_hour": 2.0}, work_pool=None) == (
-        "price_per_node_hour",
-    )
+    assert fields_without_meaning_here({"rdzv_backend": "c10d"}, work_pool=None) == ("rdzv_backend",)
 
 
 def test_fields_of_a_pool_mean_nothing_here():
-    names = {"queue": "q", "nnodes": 2, "image": "x", "env": {}}
-    assert fields_without_meaning_here(names, work_pool=None) == ("queue", "image")
+    names = {"queue": "q", "nnodes": 2, "image": "x", "env": {}, "resume_after_preemption": False}
+    meaningless = ("resume_after_preemption", "queue", "image")
+    assert fields_without_meaning_here(names, work_pool=None) == meaningless
     assert fields_without_meaning_here(names, work_pool="train") == ()
 
 

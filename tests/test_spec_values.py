@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_torch_elastic.block import TorchElastic
 from prefect_torch_elastic.errors import SpecError
 from prefect_torch_elastic.spec import (
     build_spec,
@@ -120,3 +121,45 @@ def test_start_method_fork_is_refused_and_names_warm_c011():
     with pytest.raises(SpecError, match="CUDA context") as refused:
         build_spec({"start_method": "fork"})
     assert '`start_method="warm"`' in str(refused.value)
+
+
+CREDENTIALS_IN_URLS = [
+    "https://user:topsecret@host/runs",
+    "s3://AK:topsecret@bucket/runs",
+    "s3://topsecret@bucket",
+    "file://user:topsecret@host/runs",
+    "az://container/runs?sv=1&sig=topsecret",
+    "gs://bucket/runs#topsecret",
+    "s3://[topsecret@bucket",
+]
+
+
+@pytest.mark.parametrize("url", CREDENTIALS_IN_URLS, ids=lambda url: url.replace("topsecret", "x"))
+def test_store_with_credentials_in_its_url_is_refused_without_showing_them(url):
+    with pytest.raises(SpecError) as refused:
+        check_field("store", url)
+    message = str(refused.value)
+    assert "topsecret" not in message
+    assert message.startswith(f"`store='{url.partition('://')[0]}://")
+    with pytest.raises(ValueError, match="store") as caught:
+        TorchElastic(store=url)
+    assert "topsecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/data/me@host/runs", "s3://bucket/user@host", "file:///data/a@b"])
+def test_store_may_have_an_at_sign_in_its_path(path):
+    assert check_field("store", path) == path
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["AKIA:topsecret", {"aws_secret_access_key": "topsecret"}, ["topsecret"], b"topsecret"],
+    ids=lambda value: type(value).__name__,
+)
+def test_store_credentials_are_not_shown_when_they_are_refused(value):
+    with pytest.raises(SpecError) as refused:
+        check_field("store_credentials", value)
+    message = str(refused.value)
+    assert "topsecret" not in message
+    assert f"`{type(value).__name__}`" in message
+    assert 'store_credentials="aws-credentials/training"' in message

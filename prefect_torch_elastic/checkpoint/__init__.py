@@ -1,0 +1,1 @@
+"""Checkpoints of a gang: saved behind the training, verified when read, exact on any number of ranks."""
