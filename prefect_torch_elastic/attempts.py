@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prefect_torch_elastic.diagnosis import INFRASTRUCTURE
+from prefect_torch_elastic.diagnosis import INFRASTRUCTURE, MACHINES
 from prefect_torch_elastic.evidence import Diagnosis
 
 
@@ -50,15 +50,18 @@ def decide_restart(
     return Decision(action=Action.RESTART, reason=f"restart {restarts + 1} of {max_restarts}")
 
 
-def decide_attempt(diagnosis: Diagnosis, *, attempt: int, max_attempts: int) -> Decision:
+def decide_attempt(
+    diagnosis: Diagnosis, *, attempt: int, max_attempts: int, elsewhere: bool = False
+) -> Decision:
     """Decide whether a gang that ended in failure is formed anew; only infrastructure failures earn that.
 
     Args:
         diagnosis: Verdict on the end of the gang.
         attempt: Gangs that this call has used up, from 1.
         max_attempts: The budget.
+        elsewhere: Whether the next gang may get other machines.
     """
-    if diagnosis.category not in INFRASTRUCTURE or diagnosis.non_retryable:
+    if diagnosis.category not in (MACHINES if elsewhere else INFRASTRUCTURE) or diagnosis.non_retryable:
         return Decision(action=Action.FAIL, reason="the cause is not the infrastructure")
     if attempt >= max_attempts:
         return Decision(action=Action.FAIL, reason=f"{attempt} of {max_attempts} attempts are spent")

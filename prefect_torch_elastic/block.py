@@ -115,7 +115,7 @@ class TorchElastic(Block):
     resume_after_preemption: bool = Field(
         default=True,
         title="Resume after preemption",
-        description="Go on when the quota is back, which spends none of the budgets.",
+        description="Go on when the quota is back, which spends no budget. False ends the run.",
     )
     non_retryable: list[str] = Field(
         default=[],
@@ -132,7 +132,9 @@ class TorchElastic(Block):
         description="Longest running time; waiting in a queue does not count.",
     )
     progress_timeout_seconds: float | None = Field(
-        default=None, title="Progress timeout (s)", description="Longest time without progress."
+        default=None,
+        title="Progress timeout (s)",
+        description="A gang without a step for so long is ended; unset: 10 minutes, or 5 x its longest gap.",
     )
     inadmissible_grace_seconds: float | None = Field(
         default=None, title="Inadmissible grace (s)", description="How long a gang that cannot fit waits."
@@ -250,6 +252,17 @@ class TorchElastic(Block):
     )
     price_per_node_hour: float | None = Field(
         default=None, title="Price of a node hour", description="For cost reports, in any currency."
+    )
+    # what a work pool gets besides
+    job_variables: dict[str, Any] = Field(
+        default={},
+        title="Job variables",
+        description="Variables of the work pool's job template, such as a network or a cluster.",
+    )
+    include_files: list[str] = Field(
+        default=[],
+        title="Files to include",
+        description="Files, folders or patterns beside the function's file that travel to the work pool.",
     )
 
     @model_validator(mode="before")

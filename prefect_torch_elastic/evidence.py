@@ -23,6 +23,9 @@ class Category(StrEnum):
     CRASHED = "Crashed"
     EXITED_EARLY = "ExitedEarly"
     STOPPED_RESPONDING = "StoppedResponding"
+    HANG = "Hang"
+    COLLECTIVES_APART = "CollectivesApart"
+    STUCK_SAVE = "StuckSave"
     COLLECTIVE_TIMEOUT = "CollectiveTimeout"
     PEER_LOST = "PeerLost"
     RESULT_NOT_SENDABLE = "ResultNotSendable"
@@ -39,6 +42,7 @@ class RankEvidence:
 
     Attributes:
         failed_at: Monotonic seconds of the node at which the rank raised or ended; None if it did neither.
+        returned_at: When its function returned; None if it did not.
         exit_code: None while it ran, or when a signal ended it.
         told_to_stop: It ended only after the agent had asked it to.
         stage: How far it came: `start`, `load`, `run`, `result`.
@@ -55,6 +59,7 @@ class RankEvidence:
     node_rank: int
     pid: int = 0
     failed_at: float | None = None
+    returned_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
     told_to_stop: bool = False
@@ -94,6 +99,7 @@ class Diagnosis:
     error: str = ""
     last_lines: list[str] = field(default_factory=list[str])
     non_retryable: bool = False
+    pods_remain: bool = False  # of a lost node: no pod went away, so none is waited for
 
 
 def parse_diagnosis(fields: Mapping[str, Any]) -> Diagnosis:

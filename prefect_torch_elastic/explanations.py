@@ -68,6 +68,18 @@ CURES: dict[Category, str] = {
     Category.CRASHED: "The stacks at the crash are next to the rank's log (`*.stacks`).",
     Category.EXITED_EARLY: "Return from the function or raise an exception; do not call `os._exit`.",
     Category.STOPPED_RESPONDING: "Find out who stopped it: a debugger, or somebody's `kill -STOP`.",
+    Category.HANG: (
+        "See the stack of the rank that the others wait for. If it was only slow, put `phase(...)` around "
+        "that part, or raise `progress_timeout_seconds`."
+    ),
+    Category.COLLECTIVES_APART: (
+        "Let every rank call the same collectives as often: give all ranks the same number of batches, and "
+        "call no collective under `if rank == 0`."
+    ),
+    Category.STUCK_SAVE: (
+        "See the stack of the rank: its store or its disk does not answer. If saves take so long, raise "
+        "`progress_timeout_seconds`."
+    ),
     Category.COLLECTIVE_TIMEOUT: (
         "All ranks must run the same collectives: compare the steps of the ranks and their stacks."
     ),

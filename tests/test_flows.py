@@ -22,7 +22,7 @@ def flows_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The flows import their siblings by name, as scripts do."""
     monkeypatch.syspath_prepend(str(FLOWS))
     yield
-    for name in ("text", "gpt", *(path.stem for path in FLOWS.glob("*.py"))):
+    for name in ("text", "gpt", "place", *(path.stem for path in FLOWS.glob("*.py"))):
         sys.modules.pop(name, None)
 
 
@@ -47,9 +47,8 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def tokenize(corpus: Path, out: Path, **options: Any) -> Path:
-    return Path(
-        import_module("pretrain").tokenize.fn(str(corpus), str(out), validation_percent=20, **options)
-    )
+    done = import_module("pretrain").tokenize.fn(str(corpus), str(out), validation_percent=20, **options)
+    return Path(done["folder"])
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -216,7 +215,18 @@ def test_hello_checks_the_all_reduce_when_called_as_a_plain_function():
     assert list(report["bandwidth"]) == [0.004]
 
 
-@pytest.mark.parametrize("name", ["pretrain", "hello_ranks", "fsdp", "failing"])
+def test_gang_on_kueue_lowers_the_loss_when_called_as_a_plain_function():
+    torch = import_module("torch")
+    try:
+        report = import_module("gang_on_kueue").train.fn(steps=12)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert report["val_bits_per_byte"] < 7.5  # 8 is knowing nothing
+    assert (report["resumed_at_step"], report["preemptions"], report["world_size"]) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["pretrain", "hello_ranks", "fsdp", "failing", "gang_on_kueue"])
 def test_flow_module_loads_no_torch(name):
     code = f"import sys; sys.path.insert(0, {str(FLOWS)!r}); import {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +21,8 @@ from prefect_torch_elastic import local
 from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.evidence import Category, parse_diagnosis
 from prefect_torch_elastic.local import GangCancelled, Launcher, LauncherPool, launcher_environment, run_gang
-from prefect_torch_elastic.node import processes
+from prefect_torch_elastic.node import __main__, processes
+from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.wire import GangEnded, GangStatus, Notice, Quit, RunGang, StopGang
 from tests.gangs import kill, lives, wait_until
 
@@ -40,6 +44,8 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 OBEY = """
 import socket, sys
 channel = socket.socket(fileno=int(sys.argv[1]))
+if log := sys.stdin.read():
+    open(log, "w").write("told")
 channel.recv(100)
 """
 
@@ -90,7 +96,9 @@ def pool(monkeypatch):
     def start(environment, *, key, log):
         ours, theirs = socket.socketpair()
         process = subprocess.Popen(
-            [sys.executable, "-c", OBEY, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            [sys.executable, "-c", OBEY, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL if log else subprocess.PIPE,
         )
         theirs.close()
         return Launcher(process, Channel(ours), "no mark", key, log)
@@ -152,6 +160,42 @@ def test_launcher_that_died_while_it_waited_is_replaced(pool, log):
     second.close()
 
 
+def test_first_gang_gets_the_launcher_that_was_started_ahead_and_tells_it_its_log(pool, log):
+    pool.start_ahead({"A": "1"})
+    ahead = pool._ahead
+    launcher = pool.acquire({"A": "1"}, owner=None, log=log)
+    assert launcher is ahead
+    assert wait_until(lambda: log.exists() and log.read_text() == "told", 10.0) < 10
+    second = pool.acquire({"A": "1"}, owner=None, log=log)
+    assert second is not launcher
+    for one in (launcher, second):
+        pool.release(one, owner=None)
+        assert not one.alive
+
+
+@pytest.mark.parametrize(
+    "environment", [pytest.param({"A": "1"}, id="it-died"), pytest.param({"A": "2"}, id="other-environment")]
+)
+def test_launcher_that_was_started_ahead_in_vain_is_replaced(pool, log, environment):
+    pool.start_ahead({"A": "1"})
+    ahead = pool._ahead
+    if environment == {"A": "1"}:
+        ahead.process.kill()
+        ahead.process.wait()
+    launcher = pool.acquire(environment, owner=None, log=log)
+    assert launcher is not ahead
+    assert not ahead.alive
+    assert ahead.channel.fileno() == -1
+    launcher.close()
+
+
+def test_launcher_that_was_started_ahead_ends_with_the_pool(pool):
+    pool.start_ahead({})
+    ahead = pool._ahead
+    pool.close()
+    assert not ahead.alive
+
+
 def test_launcher_without_a_flow_ends_with_its_gang(pool, log):
     launcher = pool.acquire({}, owner=None, log=log)
     pool.release(launcher, owner=None)
@@ -195,15 +239,15 @@ def test_only_so_many_launchers_wait(pool, log, monkeypatch):
 
 
 def test_thread_that_looks_after_launchers_ends_with_the_last_one(pool, log):
-    def keepers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if "launchers" in thread.name]
+    def keepers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if "launchers" in thread.name}
 
-    owner, before = Owner(), len(keepers())
+    owner, others = Owner(), keepers()  # those of other pools come and go
     for _ in range(2):
         pool.release(pool.acquire({}, owner=owner, log=log), owner=owner)
-        assert len(keepers()) == before + 1
+        assert len(keepers() - others) == 1
         pool.close()
-        assert wait_until(lambda: len(keepers()) == before, 10.0) < 10
+        assert wait_until(lambda: not keepers() - others, 10.0) < 10
 
 
 def test_empty_log_of_a_launcher_is_removed_at_its_end(pool, log):
@@ -269,7 +313,7 @@ def test_cancelled_task_ends_its_gang_first(played):
     with pytest.raises(GangCancelled):
         run(played, cancelled=lambda: True)
     thread.join(10)
-    assert StopGang(reason="the task was stopped", grace_seconds=0.2) in played.received
+    assert StopGang(reason=StopReason.CANCELLED, grace_seconds=0.2) in played.received
     assert lives(played.launcher.process.pid)
 
 
@@ -305,7 +349,7 @@ def test_second_interrupt_ends_the_gang_at_once(played):
     def answer() -> None:
         played.expect(StopGang)
         played.channel.send(Notice(level=20, text="still stopping"))
-        while not any(getattr(message, "reason", "") == "interrupted again" for message in played.received):
+        while not any(getattr(message, "grace_seconds", None) == 0.0 for message in played.received):
             played.received += played.channel.receive(0.1)
         played.channel.send(GangEnded(status=GangStatus.STOPPED))
 
@@ -315,7 +359,7 @@ def test_second_interrupt_ends_the_gang_at_once(played):
     with pytest.raises(KeyboardInterrupt):
         run(played, listen=listen, grace_seconds=60.0)
     thread.join(10)
-    assert StopGang(reason="interrupted again", grace_seconds=0.0) in played.received
+    assert StopGang(reason=StopReason.CANCELLED, grace_seconds=0.0) in played.received
 
 
 # ---------------------------------------------------------------- a real launcher
@@ -367,6 +411,22 @@ def test_log_of_a_launcher_is_for_its_owner_only_whatever_the_umask(log, monkeyp
         os.umask(before)
     assert log.stat().st_mode & 0o777 == 0o600
     launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "logs"),
+    [pytest.param(b"/a/log", ["/a/log"], id="told"), pytest.param(b"", [], id="whoever-started-it-is-gone")],
+)
+def test_launcher_without_a_log_waits_for_its_name(monkeypatch, said, logs):
+    served = []
+    program = SimpleNamespace(run_launcher=lambda connection, log, parent: served.append(log))
+    monkeypatch.setitem(sys.modules, "prefect_torch_elastic.node.launcher", program)
+    monkeypatch.setattr(__main__.gc, "disable", lambda: None)
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(said)))
+    ours, theirs = socket.socketpair()
+    with ours:
+        __main__._launch(Namespace(channel=theirs.detach(), log=None, parent=1))
+    assert served == logs
 
 
 # ---------------------------------------------------------------- its environment

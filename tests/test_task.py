@@ -35,7 +35,11 @@ class Trainer:
 @pytest.fixture
 def no_gang(monkeypatch):
     """Let a task run end where its gang would be formed; its result is the call."""
-    monkeypatch.setattr(launch, "_run_attempts", lambda call: (call.spec.nnodes, call.args, call.kwargs))
+
+    def end(call: Any, _conclude: Any) -> Any:
+        return call.spec.nnodes, call.payload.args, call.payload.kwargs
+
+    monkeypatch.setattr(launch, "run_attempts", end)
 
 
 # ---------------------------------------------------------------- with_options

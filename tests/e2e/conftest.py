@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import os
 import queue
 import threading
@@ -20,6 +21,8 @@ from tests.leftovers import describe, kill, our_files, our_processes
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import Log, State
+
+    from prefect_torch_elastic.dev.stack import DevStack
 
 T = TypeVar("T")
 
@@ -75,6 +78,7 @@ def in_flow(prefect_server: str) -> Iterator[LiveFlow]:
     flow.close()
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
+        gc.collect()  # a session that no gang belongs to takes its folder along when it is collected
         left = {key: process for key, process in our_processes().items() if key not in processes}
         left_files = sorted(our_files() - files)
         if (not left and not left_files) or time.monotonic() > deadline:
@@ -156,3 +160,33 @@ def driver(awake_driver: Driver, no_leftovers: None) -> Iterator[Driver]:
     """The shared driver; after the test nothing else may be left."""
     yield awake_driver
     awake_driver.end_unfinished()
+
+
+@pytest.fixture(scope="session")
+def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevStack]:
+    """A server and a worker for each of the pools `driver`, `data` and `train`, for the whole session.
+
+    Take `stack` in a test. The hunt for leftovers knows these processes from before the test, and finds what
+    a run in a pool has left. When the session ends, nothing of the stack may be left.
+    """
+    from prefect_torch_elastic.dev.ending import find_marked
+    from prefect_torch_elastic.dev.plan import StackPlan
+    from prefect_torch_elastic.dev.stack import DevStack
+
+    with DevStack(StackPlan(home=tmp_path_factory.mktemp("stack"))) as started:
+        token = started.running.token
+        yield started
+    assert not find_marked(token)
+
+
+@pytest.fixture
+def stack(shared_stack: DevStack, monkeypatch: pytest.MonkeyPatch) -> Iterator[DevStack]:
+    """The shared stack, which this process and the scripts of the test use as their Prefect."""
+    from prefect.context import use_profile
+    from prefect.settings import Profile
+
+    for name, value in shared_stack.environment.items():
+        monkeypatch.setenv(name, value)
+    # Prefect has read its settings when it was imported; here it reads them again.
+    with use_profile(Profile(name="stack", settings={}), include_current_context=False):
+        yield shared_stack

@@ -1,5 +1,7 @@
 """Random kills: whatever dies, the run ends with the right result or the right error, and nothing is left.
 
+No checkpoint that was committed is lost, and what is repeated is at most an interval and a save on its way.
+
 `PTE_CHAOS_SEED` repeats a run, `PTE_CHAOS_KILLS` sets how many kills the long test makes.
 """
 
@@ -10,12 +12,16 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.gangs import Driver, GangProcesses, Job, find_gang, kill, wait_until
+from prefect_torch_elastic.checkpoint.verify import verify
+from prefect_torch_elastic.runlog import RunLog
+from prefect_torch_elastic.store import open_store
+from tests.gangs import Driver, GangProcesses, Job, find_gang, kill, wait_until, wait_until_gone
 from tests.leftovers import describe, our_files, our_processes
 
 VICTIMS = ("rank", "agent", "fork server", "launcher", "driver")
@@ -24,24 +30,38 @@ DEADLINE_SECONDS = 60.0
 GONE_SECONDS = 15.0
 STEPS = 60
 
+EVERY = 5
+RUN_KEY = "chaos"
+
 # Gradient descent on all ranks' mean: the same number, whatever the world size and the restarts.
 TRAINING = """
-@elastic_task(nnodes={nnodes}, nproc_per_node=2, max_restarts={restarts}, grace_seconds=2)
+@elastic_task(
+    nnodes={nnodes}, nproc_per_node=2, max_restarts={restarts}, grace_seconds=5,
+    run_key={run_key!r}, store={store!r}, checkpoint={{"every_steps": {every}}},
+)
 def train():
     import torch, torch.distributed as dist
 
     context = get_context()
     context.init_process_group()
+    state = {{"weight": torch.tensor([8.0]), "count": 0}}
+    weight = state["weight"]
+    first = context.checkpoint.load(state)
+    assert state["count"] == first
     dist.barrier()
     mark(f"rank-{{os.getpid()}}")
-    weight = torch.tensor([8.0])
-    for step in range({steps}):
+    note = (Path({store!r}).parent / "steps").open("a", buffering=1) if context.rank == 0 else None
+    print("start", first, file=note)
+    for step in range(first + 1, {steps} + 1):
         gradient = weight - context.rank
         dist.all_reduce(gradient)
         weight -= 0.5 * gradient / context.world_size
-        context.report({{"weight": weight.item()}}, step=step + 1)
+        state["count"] += 1
+        context.report({{"weight": weight.item()}}, step=step)
         time.sleep(0.03)
-    return round(weight.item(), 3), context.world_size
+        saved = context.checkpoint.save_if_due(state, step=step)
+        print("saved" if saved else "step", step, file=note)
+    return round(weight.item(), 3), context.world_size, state["count"]
 
 @flow
 def main():
@@ -102,25 +122,26 @@ def seed() -> int:
 
 
 @pytest.mark.timeout(120)
-def test_some_random_kills_leave_the_right_outcome_and_nothing_else(shared_driver, seed):
-    run_chaos(shared_driver, seed, count=6)
+def test_some_random_kills_leave_the_right_outcome_and_nothing_else(shared_driver, seed, tmp_path):
+    run_chaos(shared_driver, seed, tmp_path, count=6)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
-def test_many_random_kills_leave_the_right_outcome_and_nothing_else(shared_driver, seed):
-    run_chaos(shared_driver, seed, count=int(os.environ.get("PTE_CHAOS_KILLS", "50")))
+def test_many_random_kills_leave_the_right_outcome_and_nothing_else(shared_driver, seed, tmp_path):
+    run_chaos(shared_driver, seed, tmp_path, count=int(os.environ.get("PTE_CHAOS_KILLS", "50")))
 
 
-def run_chaos(driver: Driver, seed: int, *, count: int) -> None:
+def run_chaos(driver: Driver, seed: int, folder: Path, *, count: int) -> None:
     """Make the kills one after the other; fail at the first wrong outcome and say how to repeat it."""
     print(f"PTE_CHAOS_SEED={seed} PTE_CHAOS_KILLS={count}")
     outcomes: Counter[str] = Counter()
     for number, plan in enumerate(plan_kills(seed, count)):
         driver.revive()
         before = {*our_processes()}, our_files()
+        (folder / str(number)).mkdir()
         try:
-            outcome = run_one(driver, plan)
+            outcome = run_one(driver, plan, folder / str(number))
             expect_nothing_left(driver, *before)
         except BaseException:
             print(f"kill {number} of PTE_CHAOS_SEED={seed} PTE_CHAOS_KILLS={count}: {plan}")
@@ -131,28 +152,63 @@ def run_chaos(driver: Driver, seed: int, *, count: int) -> None:
         print(f"{times:3} x {line}")
 
 
-def run_one(driver: Driver, plan: Kill) -> str:
-    job = driver.submit(TRAINING.format(nnodes=plan.nnodes, restarts=plan.restarts, steps=STEPS))
-    gang = find_gang(job.pids("rank-*", 2 * plan.nnodes))
+def run_one(driver: Driver, plan: Kill, folder: Path) -> str:
+    script = TRAINING.format(
+        nnodes=plan.nnodes,
+        restarts=plan.restarts,
+        steps=STEPS,
+        every=EVERY,
+        run_key=RUN_KEY,
+        store=str(folder / "store"),
+    )
+    job = driver.submit(script)
+    ranks = job.pids("rank-*", 2 * plan.nnodes)
+    gang = find_gang(ranks)
     time.sleep(plan.after_seconds)
     victim = plan.choose(gang, driver)
     was_there = psutil.pid_exists(victim)
     kill(victim)
     if plan.victim == "driver":
         driver.script.process.wait(10)
-        return "died"
+        wait_until_gone(ranks, GONE_SECONDS)
+        job = driver.submit(script)
     result = job.wait(DEADLINE_SECONDS)
+    expect_no_loss(folder)
     return judge(plan, result, job, was_there=was_there)
 
 
 def judge(plan: Kill, result: dict[str, Any], job: Job, *, was_there: bool) -> str:
     """Return the outcome in words, or fail if it is not one that this kill may have."""
     if "value" in result:
-        assert result["value"] == [(2 * plan.nnodes - 1) / 2, 2 * plan.nnodes]
+        assert result["value"] == [(2 * plan.nnodes - 1) / 2, 2 * plan.nnodes, STEPS]
         return "right result"
     assert (plan.victim, plan.restarts, was_there) == ("rank", 0, True), f"{result}\n{job.driver.tail()}"
     assert result["category"] == "Killed", f"{result}\n{job.driver.tail()}"
     return "right error"
+
+
+def expect_no_loss(folder: Path) -> None:
+    """Every checkpoint in the log is whole, and each start repeats no more than it may.
+
+    A save is taken on only when the one before has its commit, so that one is the oldest to start from.
+    """
+    store = open_store(str(folder / "store"))
+    log = RunLog(store, RUN_KEY).refresh()
+    assert not log.bad
+    assert [str(damage) for commit in log.commits for damage in verify(store, RUN_KEY, commit).damages] == []
+    # One more when the kill came between a commit and the removal of the oldest: the next save does that.
+    assert len(log.commits) in (min(3, len(log.all_commits)), 4), "the newest three stay"
+    saved, reached = [0], 0
+    for line in (folder / "steps").read_text().splitlines():
+        what, step = line.split()[0], int(line.split()[1])
+        if what == "start":
+            assert step in {commit.step for commit in log.all_commits} | {0}
+            assert step >= saved[-2:][0], f"step {step} after {saved[-2:]} were saved and {reached} reached"
+            saved = [step]
+        elif what == "saved":
+            assert len(saved) > 1 or step == (saved[0] // EVERY + 1) * EVERY, "nothing was on its way"
+            saved.append(step)
+        reached = step
 
 
 def expect_nothing_left(driver: Driver, processes: set[Any], files: set[str]) -> None:

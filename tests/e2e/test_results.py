@@ -162,11 +162,11 @@ def test_argument_that_cannot_be_sent_is_named_before_anything_starts_c034(
         note()
 
     text = refusal_of(in_flow(lambda: train(torch.nn.Linear(2, 2), threading.Lock(), return_state=True)))
-    assert text.startswith("argument `lock` (_thread.lock) cannot be sent to the ranks")
+    assert text.startswith("argument `lock` (_thread.lock) cannot be sent to where the function runs")
     assert not notes.exists()
 
 
-def test_model_argument_is_not_hashed_c034(in_flow: LiveFlow, read_logs: Callable[..., Any]):
+def test_model_argument_is_not_hashed_by_prefect_c034(in_flow: LiveFlow, read_logs: Callable[..., Any]):
     import torch
 
     hashed: list[int] = []
@@ -182,7 +182,7 @@ def test_model_argument_is_not_hashed_c034(in_flow: LiveFlow, read_logs: Callabl
 
     state = in_flow(lambda: train(Model(2, 2), return_state=True))
     assert isinstance(state.result(), float)
-    assert len(hashed) == 1
+    assert len(hashed) == 2  # for the run key, by checksums, and for the parcel
     assert not [line for line in read_logs(state, has="ranks started") if line.level >= logging.WARNING]
 
 
@@ -338,7 +338,7 @@ def test_large_argument_is_held_once_by_all_ranks_c077(in_flow: LiveFlow, read_l
     assert "path" in said
 
 
-def test_parcels_are_gone_after_the_run(in_flow: LiveFlow, tmp_path: Path):
+def test_parcels_of_the_attempt_are_gone_after_the_run(in_flow: LiveFlow, tmp_path: Path):
     import torch
 
     @elastic_task(nproc_per_node=2, store=str(tmp_path / "store"))
@@ -347,8 +347,13 @@ def test_parcels_are_gone_after_the_run(in_flow: LiveFlow, tmp_path: Path):
         return x + 1
 
     result = in_flow(lambda: train(torch.ones(1000)))
-    left = sorted(path.name for path in (tmp_path / "store").rglob("*") if path.is_file())
-    assert left == ["rank-0.log", "rank-1.log"]
+    (attempt,) = (tmp_path / "store").rglob("attempts")
+    assert sorted(path.name for path in attempt.rglob("*.*")) == ["rank-0.log", "rank-1.log"]
+    kept = [path for path in attempt.parent.rglob("*") if path.is_file() and attempt not in path.parents]
+    assert sorted(path.parent.parent.name for path in kept) == [
+        *("calls", "calls"),  # the result, and what reports are made of
+        attempt.parent.name,  # the log
+    ]
     assert float(result.sum()) == 2000.0  # what was mapped from the parcel stays readable
     del result
     gc.collect()

@@ -1,0 +1,1 @@
+"""The processes of a stack that import Prefect; `supervisor` starts them and imports none of it."""
