@@ -16,20 +16,17 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from prefect_torch_elastic import parcel
 from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.node import coldstart, processes
+from prefect_torch_elastic.node.fixedrendezvous import FixedRendezvous
 from prefect_torch_elastic.node.forkserver import ForkServer
-from prefect_torch_elastic.node.nodeagent import NodeAgent
-from prefect_torch_elastic.node.rendezvous import (
-    LoneRendezvous,
-    WatchingRendezvous,
-    connect_store,
-    join_rendezvous,
-)
+from prefect_torch_elastic.node.nodeagent import NodeAgent, Rendezvous
+from prefect_torch_elastic.node.rendezvous import LoneRendezvous, connect_store, join_rendezvous
 from prefect_torch_elastic.ranks import parse_endpoint
 from prefect_torch_elastic.spec import Spec, restore_spec
 from prefect_torch_elastic.wire import (
     NodeDone,
     RunGang,
     StopGang,
+    TakeEvidence,
     Verdict,
 )
 
@@ -41,7 +38,7 @@ def _run_gang(order: RunGang, server: ForkServer | None, channel: Channel) -> Fo
     """Take part in one gang and say how it ended; return the fork server if it can still be used."""
     spec = restore_spec(order.fields)
     node_agent: NodeAgent | None = None
-    handler: LoneRendezvous | WatchingRendezvous | None = None
+    handler: Rendezvous | None = None
     problem = ""
     try:
         parcel.verify_parcel(Path(order.call), key=bytes.fromhex(order.secret))
@@ -66,10 +63,19 @@ def _run_gang(order: RunGang, server: ForkServer | None, channel: Channel) -> Fo
     return server
 
 
-def _build_handler(order: RunGang, spec: Spec) -> LoneRendezvous | WatchingRendezvous:
+def _build_handler(order: RunGang, spec: Spec) -> Rendezvous:
     run_id = f"{order.task_run_id or order.run_key}-{order.attempt}"
     if not order.endpoint:
         return LoneRendezvous(run_id, after_round=order.after_round)
+    if order.address:
+        return FixedRendezvous(
+            connect_store(order.endpoint),
+            run_id,
+            node=order.node,
+            nnodes=spec.max_nodes,
+            address=order.address,
+            timeout_seconds=spec.rdzv_timeout_seconds,
+        )
     host, _ = parse_endpoint(order.endpoint)
     configured = spec.rdzv_configs.get("last_call_timeout")
     return join_rendezvous(
@@ -100,7 +106,7 @@ def run_agent(_spec: dict[str, Any], fds: list[int]) -> int:
                 match message:
                     case RunGang():
                         server = _run_gang(message, server, channel)
-                    case StopGang() | Verdict():
+                    case StopGang() | Verdict() | TakeEvidence():
                         pass  # of a gang that has ended meanwhile
                     case _:
                         raise ChannelClosed

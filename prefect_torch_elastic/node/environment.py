@@ -68,7 +68,7 @@ def build_rank_environment(
         context.RUN_KEY: order.run_key,
         context.ATTEMPT: order.attempt,
         context.RESTART_COUNT: restart_count,
-        context.PREEMPTION_COUNT: 0,
+        context.PREEMPTION_COUNT: order.preemptions,
         context.FLOW_RUN_ID: order.flow_run_id,
         context.TASK_RUN_ID: order.task_run_id,
         processes.MARK: os.environ.get(processes.MARK, ""),  # for what the rank starts
@@ -90,6 +90,7 @@ def build_rank_order(order: RunGang, spec: Spec, prefix: Path, environment: Mapp
         threads=int(threads) if threads.isdigit() else 0,
         collective_timeout_seconds=spec.nccl_collective_timeout_seconds,
         non_retryable=spec.non_retryable,
+        storage=order.storage,
     )
 
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,13 +32,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.node.coldstart import exec_child
 from prefect_torch_elastic.node.environment import build_rank_environment, build_rank_order
+from prefect_torch_elastic.node.fixedrendezvous import FixedRendezvous
 from prefect_torch_elastic.node.forkserver import Child, ForkServer, ServerLost
+from prefect_torch_elastic.node.lookout import Lookout
 from prefect_torch_elastic.node.rankprocess import RankProcess
 from prefect_torch_elastic.node.rankset import FAILURE_GRACE_SECONDS, TICK_SECONDS, RankSet
-from prefect_torch_elastic.node.rendezvous import (
-    LoneRendezvous,
-    WatchingRendezvous,
-)
+from prefect_torch_elastic.node.rendezvous import LoneRendezvous, WatchingRendezvous
 from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.spec import Spec
 from prefect_torch_elastic.wire import (
@@ -50,6 +49,7 @@ from prefect_torch_elastic.wire import (
     RanksStarted,
     RunGang,
     StopGang,
+    TakeEvidence,
     Verdict,
     VerdictAction,
 )
@@ -57,6 +57,7 @@ from prefect_torch_elastic.wire import (
 VERDICT_SECONDS = 30.0
 SLOW_IMPORT_SECONDS = 10.0
 EXIT_BARRIER_SECONDS = 5.0
+Rendezvous = LoneRendezvous | WatchingRendezvous | FixedRendezvous
 _RESTART, _FAIL = 2, 0  # torch's counter of restarts that are left: the launcher's verdict, in torch's words
 
 
@@ -72,7 +73,7 @@ class NodeAgent(SimpleElasticAgent):
         self,
         order: RunGang,
         spec: Spec,
-        handler: LoneRendezvous | WatchingRendezvous,
+        handler: Rendezvous,
         server: ForkServer | None,
         channel: Channel,
     ) -> None:
@@ -91,6 +92,7 @@ class NodeAgent(SimpleElasticAgent):
         self.server = server
         self._cold = spec.start_method != "warm"
         self.ranks = RankSet(channel, read_channel=self._read_channel, offer=self._offer, keep=self._servers)
+        self._lookout = Lookout(self.ranks, node=order.node, tell=self._tell, offer=self._offer)
         self._restart_count = order.restart_count
         self._verdicts: dict[int, Verdict] = {}
         self._stop: StopGang | None = None
@@ -206,21 +208,29 @@ class NodeAgent(SimpleElasticAgent):
     # ------------------------------------------------------------ watch
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self.ranks.pump(self._spec.monitor_interval_seconds):
+        if not self.ranks.pump(self._lookout.patience(self._spec.monitor_interval_seconds)):
             self.ranks.look_after()
         self.ranks.send_logs()
+        self._lookout.look(self._handler.round)
         self._read_channel()  # it also hands over what the launcher had no room for
         self._raise_if_stopped()
         if self.ranks.failed:
             return self._handle_failure()
+        if self._starts_again():
+            return self._end_for_restart()
         if self.ranks.all_returned:
             return self._handle_return()
         return RunResult(WorkerState.HEALTHY)
 
+    def _starts_again(self) -> bool:
+        """Whether all ranks start again though none here failed: they hang, or ranks elsewhere failed."""
+        verdict = self._verdicts.get(self._handler.round)
+        return verdict is not None and verdict.action is VerdictAction.RESTART
+
     def _handle_return(self) -> RunResult:
         """All ranks of this node returned; the node stays until the launcher has heard it of all nodes."""
         if not self._said_returned:
-            self._end_ranks(0.0)
+            self._end_ranks(0.0, reason=StopReason.NONE)  # no rank lives: for what they left
             self._said_returned = True
             self._tell(RanksReturned(node=self._order.node, round=self._handler.round))
             self._read_channel(VERDICT_SECONDS if isinstance(self._handler, LoneRendezvous) else 0.0)
@@ -233,7 +243,7 @@ class NodeAgent(SimpleElasticAgent):
     def _handle_failure(self) -> RunResult:
         self.ranks.take_evidence()
         failed = self.ranks.failed
-        self._end_ranks(FAILURE_GRACE_SECONDS)
+        self._end_ranks(FAILURE_GRACE_SECONDS, reason=StopReason.FAILED)
         number = self._handler.round
         evidence = [asdict(rank) for rank in self.ranks.evidence()]
         self._tell(RanksFailed(node=self._order.node, round=number, ranks=evidence))
@@ -247,6 +257,11 @@ class NodeAgent(SimpleElasticAgent):
             for rank in failed
         }
         return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _end_for_restart(self) -> RunResult:
+        self._end_ranks(FAILURE_GRACE_SECONDS, reason=StopReason.FAILED)
+        self._remaining_restarts = _RESTART
+        return RunResult(WorkerState.FAILED)  # whose failures nobody reads before a restart
 
     # ------------------------------------------------------------ the launcher's word
 
@@ -270,10 +285,12 @@ class NodeAgent(SimpleElasticAgent):
                     case StopGang():
                         if self._stop is None or message.grace_seconds < self._stop.grace_seconds:
                             self._stop = message
+                    case TakeEvidence():
+                        self._lookout.take_evidence(message)
                     case _:
                         pass
         except ChannelClosed:
-            self._stop = StopGang(reason="the launcher is gone", grace_seconds=0.0)
+            self._stop = StopGang(reason=StopReason.FAILED, grace_seconds=0.0)
 
     def _tell(self, message: Message) -> None:
         with suppress(ChannelClosed):  # the next read notices it
@@ -296,13 +313,25 @@ class NodeAgent(SimpleElasticAgent):
         self._end_ranks(FAILURE_GRACE_SECONDS, reason=StopReason.REGROUP)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._end_ranks(FAILURE_GRACE_SECONDS)
+        self._end_ranks(FAILURE_GRACE_SECONDS, reason=self._stop.reason if self._stop else StopReason.FAILED)
         self.ranks.release()
 
-    def _end_ranks(self, grace_seconds: float, *, reason: StopReason = StopReason.CANCELLED) -> None:
-        """End the ranks within this grace; an order of the launcher has a grace of its own."""
-        usual = min(grace_seconds, self._spec.grace_seconds)
-        self.ranks.end(lambda: self._stop.grace_seconds if self._stop else usual, reason=reason)
+    def _end_ranks(self, grace_seconds: float, *, reason: StopReason) -> None:
+        """End the ranks within this grace; an order of the launcher has a grace of its own.
+
+        Ranks that have lost a peer stay told so, whatever is ordered later.
+        """
+        usual = StopGang(reason=reason, grace_seconds=min(grace_seconds, self._spec.grace_seconds))
+
+        def order() -> StopGang:
+            self._lookout.look(self._handler.round)  # a last save may take long
+            if self._stop is None:
+                return usual
+            return self._stop if reason.lets_ranks_save else replace(self._stop, reason=reason)
+
+        self._lookout.prepare_end()
+        self.ranks.end(order)
+        self._lookout.say_last(self._handler.round)
 
     def _servers(self) -> set[int]:
         return {self.server.pid} if self.server else set()

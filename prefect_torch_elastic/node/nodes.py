@@ -1,4 +1,4 @@
-"""The agents of this machine's simulated nodes: started from a warm seed, watched, replaced, ended."""
+"""The agents of this machine's nodes: started from a warm seed, watched, replaced, ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from prefect_torch_elastic.channel import Channel, ChannelClosed, is_readable
 from prefect_torch_elastic.errors import ElasticError
@@ -19,13 +21,34 @@ QUIT_SECONDS = 5.0
 
 
 class Node:
-    """One agent process and the channel to it."""
+    """One agent process of this machine and the channel to it.
+
+    Attributes:
+        index: Its place in the gang.
+        is_gone: Whether it had died when it was listened to last; its last words were heard then.
+    """
 
     def __init__(self, index: int, pid: int, channel: Channel) -> None:
         self.index, self.pid, self.channel = index, pid, channel
         self.pidfd = os.pidfd_open(pid)
         self.code: int | None = None
+        self.is_gone = False
         self._clock = processes.StopClock()
+
+    @property
+    def fds(self) -> list[int]:
+        """What becomes readable when there are news."""
+        return [self.channel.fileno(), self.pidfd]
+
+    def receive(self, folder: Path) -> Iterator[Message]:  # noqa: ARG002  (its files are in there already)
+        """Yield what the agent has sent."""
+        gone = is_readable(self.pidfd, 0.0)  # before the channel is read, so that nothing comes after it
+        with suppress(ChannelClosed):
+            yield from self.channel.receive(0.0)
+        self.is_gone = gone
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
 
     def stopped_seconds(self) -> float:
         """How long the agent has been held by SIGSTOP or a debugger."""
@@ -56,10 +79,19 @@ class Node:
 
 
 class Nodes:
-    """All agents that live now, by index; they stay between the gangs of a flow."""
+    """All agents of this machine that live now, by index; they stay between the gangs of a flow.
 
-    def __init__(self, seed: ForkServer | None, log: str) -> None:
+    Args:
+        seed: Agents are forked from it; None starts each in a fresh interpreter.
+        log: Where agents write to.
+        environment: Of the agents; None is this process's.
+    """
+
+    def __init__(
+        self, seed: ForkServer | None, log: str, *, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._seed, self._log = seed, log
+        self._environment = dict(os.environ if environment is None else environment)
         self.living: dict[int, Node] = {}
 
     def provide(self, index: int) -> Node:
@@ -77,7 +109,7 @@ class Nodes:
         child = Child(
             target="agent",
             spec={},
-            environment=dict(os.environ),
+            environment=self._environment,
             directory=os.getcwd(),
             fds=[theirs.fileno(), log],
         )

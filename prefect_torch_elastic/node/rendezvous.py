@@ -62,13 +62,17 @@ def connect_store(endpoint: str) -> TCPStore:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-class LoneRendezvous(RendezvousHandler):
-    """A gang of one node: nobody to wait for. Each round gets a store of its own, so no key is stale."""
+class StaticRendezvous(RendezvousHandler):
+    """What handlers have in common whose nodes stay the same from the start.
+
+    Attributes:
+        round: The number of the round that this node takes part in.
+    """
 
     def __init__(self, run_id: str, *, after_round: int = 0) -> None:
         self._run_id = run_id
-        self._store: TCPStore | None = None
-        self.round = after_round
+        self._round_store: TCPStore | None = None  # where ranks meet: each round gets one, so no key is stale
+        self.round: int = after_round
 
     def get_backend(self) -> str:
         return "static"
@@ -76,12 +80,6 @@ class LoneRendezvous(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self.round += 1
-        self._store = start_store()
-        info = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
 
     def is_closed(self) -> bool:
         return False
@@ -96,8 +94,18 @@ class LoneRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        self._store = None
+        self._round_store = None
         return True
+
+
+class LoneRendezvous(StaticRendezvous):
+    """A gang of one node: nobody to wait for."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.round += 1
+        self._round_store = start_store()
+        info = RendezvousStoreInfo(LOOPBACK, self._round_store.port)
+        return RendezvousInfo(PrefixStore("agent", self._round_store), 0, 1, info)
 
 
 class _WatchingBackend(C10dRendezvousBackend):

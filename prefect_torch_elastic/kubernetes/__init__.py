@@ -1,0 +1,1 @@
+"""Gangs on Kubernetes: one JobSet for each, which Kueue admits and a Prefect worker watches."""

@@ -1,0 +1,1 @@
+"""Stand-ins for the world outside: servers that speak the real protocol and fail when they are told to."""
