@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prefect_torch_elastic.evidence import Category, Diagnosis, RankEvidence
 from prefect_torch_elastic.explanations import CURES, render_exit, summarise
+
+if TYPE_CHECKING:
+    from prefect_torch_elastic.wire import RankInfo
 
 # What a rank raises because another one is gone: gloo's, NCCL's and the store's own words.
 _PEER_LOST = re.compile(
@@ -60,7 +64,9 @@ def diagnose(ranks: Sequence[RankEvidence], *, several_nodes: bool = False) -> D
             summary="the gang failed, but no rank of it did.",
             cure="This is a mistake in prefect-torch-elastic; please report it with the log.",
         )
-    culprit = min(failed, key=lambda rank: (_is_victim(rank), rank.failed_at or 0.0))
+    culprit = min(failed, key=lambda rank: (is_victim(rank), rank.failed_at or 0.0))
+    if is_victim(culprit) and (returned := _returned_before(culprit, ranks)):
+        return _diagnose_early_return(culprit, returned, ranks)
     category = _categorise(culprit)
     return Diagnosis(
         category=category,
@@ -85,20 +91,108 @@ def diagnose(ranks: Sequence[RankEvidence], *, several_nodes: bool = False) -> D
     )
 
 
+def _returned_before(victim: RankEvidence, ranks: Sequence[RankEvidence]) -> list[RankEvidence]:
+    returned = [rank for rank in ranks if rank.returned_at is not None]
+    return [rank for rank in returned if (rank.returned_at or 0.0) <= (victim.failed_at or 0.0)]
+
+
+def _diagnose_early_return(
+    victim: RankEvidence, returned: Sequence[RankEvidence], ranks: Sequence[RankEvidence]
+) -> Diagnosis:
+    """A rank waited for one that had returned: it is no machine's fault, and not its own either."""
+    first = returned[0]
+    numbers = ", ".join(str(rank.rank) for rank in returned)
+    how = "timed out" if _is_collective_timeout(victim) else "lost its peer"
+    words = victim.exc_message.strip().splitlines()
+    return Diagnosis(
+        category=Category.COLLECTIVES_APART,
+        summary=(
+            f"rank {victim.rank} {how} in a collective; rank {numbers} had already finished"
+            f"{f': {victim.exc_type}: {words[0]}' if words else '.'}"
+        ),
+        cure=CURES[Category.COLLECTIVES_APART],
+        rank=first.rank,
+        local_rank=first.local_rank,
+        node_rank=first.node_rank,
+        exc_type=victim.exc_type,
+        exc_message=victim.exc_message,
+        step=first.step,
+        victims=sorted(rank.rank for rank in ranks if rank not in returned),
+        log=first.log,
+        error=victim.error,
+        last_lines=victim.last_lines,
+    )
+
+
+def diagnose_hang(
+    category: Category, *, summary: str, culprit: RankInfo | None, step: int | None, victims: Sequence[int]
+) -> Diagnosis:
+    """Return the verdict on a gang that made no progress while all its ranks lived.
+
+    Args:
+        category: What was proven.
+        summary: The cause, a sentence.
+        culprit: The rank that the others wait for; None if nobody is to blame.
+        step: Its last step.
+        victims: Ranks that wait.
+    """
+    return Diagnosis(
+        category=category,
+        summary=summary,
+        cure=CURES[category],
+        rank=culprit.rank if culprit else None,
+        local_rank=culprit.local_rank if culprit else None,
+        node_rank=culprit.node_rank if culprit else None,
+        step=step,
+        victims=sorted(victims),
+        log=culprit.log if culprit else "",
+    )
+
+
 NEVER_AGAIN = frozenset({Category.NON_RETRYABLE, Category.RESULT_NOT_SENDABLE, Category.CALL_NOT_LOADABLE})
 """Categories in which running the same thing again cannot help."""
 
 INFRASTRUCTURE = frozenset({Category.LAUNCHER_LOST})
 """Categories that a new gang mends; a lost node was replaced until the same budget was spent."""
 
+MACHINES = INFRASTRUCTURE | {
+    Category.NODE_LOST,
+    Category.PEER_LOST,
+    Category.COLLECTIVE_TIMEOUT,
+    Category.STOPPED_RESPONDING,
+    Category.HANG,
+    Category.STUCK_SAVE,
+    Category.KILLED,
+    Category.CRASHED,
+    Category.SETUP_FAILED,
+}
+"""Categories that a machine may be to blame for: where the next gang gets other machines, they earn one."""
 
-def diagnose_lost_node(node_rank: int, *, reason: str) -> Diagnosis:
-    """Return the verdict on a gang that could not go on without a node."""
+
+def diagnose_lost_node(node_rank: int, *, reason: str, pods_remain: bool = False) -> Diagnosis:
+    """Return the verdict on a gang that could not go on without a node.
+
+    Args:
+        node_rank: The node.
+        reason: How it was lost.
+        pods_remain: Only its agent is gone; whatever it ran in is there and has told us so.
+    """
     return Diagnosis(
         category=Category.NODE_LOST,
         summary=f"node {node_rank} was lost: {reason}.",
         cure=CURES[Category.NODE_LOST],
         node_rank=node_rank,
+        pods_remain=pods_remain,
+    )
+
+
+def diagnose_missing_nodes(problem: str) -> Diagnosis:
+    """Return the verdict on a gang that was never whole; `problem` says who is missing, a sentence."""
+    return Diagnosis(
+        category=Category.NODE_LOST,
+        summary=problem,
+        cure="See what keeps them (`kubectl describe pod`), or raise `rdzv_timeout_seconds`.",
+        pods_remain=True,
     )
 
 
@@ -145,7 +239,23 @@ def diagnose_lost_launcher(exit_code: int, *, last_words: str = "") -> Diagnosis
     )
 
 
-def _is_victim(rank: RankEvidence) -> bool:
+def diagnose_lost_job(flow_run: str, *, pool: str, reason: str) -> Diagnosis:
+    """Return the verdict on a gang whose job in a work pool is gone and left no ending.
+
+    Args:
+        flow_run: Name of the child flow run.
+        pool: The work pool.
+        reason: What is known, as a sentence.
+    """
+    return Diagnosis(
+        category=Category.NODE_LOST,
+        summary=f"the gang's job in work pool `{pool}`, flow run '{flow_run}', is gone: {reason}",
+        cure=f"See the log of that flow run and of the workers of `{pool}`; `max_attempts` sends it again.",
+    )
+
+
+def is_victim(rank: RankEvidence) -> bool:
+    """Whether the rank only lost its peers, or waited for them in vain."""
     if _was_ended_by_watchdog(rank):
         return True
     lost = _is_distributed(rank) and bool(_PEER_LOST.search(rank.exc_message))
@@ -202,7 +312,7 @@ def _categorise(rank: RankEvidence) -> Category:
         return Category.SHARED_MEMORY
     if _is_collective_timeout(rank):
         return Category.COLLECTIVE_TIMEOUT
-    if _is_victim(rank):
+    if is_victim(rank):
         return Category.PEER_LOST
     return Category.USER_ERROR
 

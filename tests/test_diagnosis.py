@@ -134,6 +134,7 @@ BY_CATEGORY = {
     Category.CALL_NOT_LOADABLE: [raised("ModuleNotFoundError", "No module named 'x'", stage="load")],
 }
 OF_OTHERS = {Category.SETUP_FAILED, Category.NODE_LOST, Category.LAUNCHER_LOST, Category.TIMED_OUT}
+OF_HANGS = {Category.HANG, Category.COLLECTIVES_APART, Category.STUCK_SAVE}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_evidence_gives_category_rank_and_cure(evidence, category):
 
 
 def test_every_category_can_be_reached():
-    assert set(BY_CATEGORY) | OF_OTHERS == set(Category)
+    assert set(BY_CATEGORY) | OF_OTHERS | OF_HANGS == set(Category)
 
 
 def test_every_category_has_a_cure_of_its_own():
@@ -217,6 +218,35 @@ def test_rank_that_was_told_to_stop_is_never_blamed():
     stopped = killed(0, signal=15, failed_at=1.0, told_to_stop=True)
     verdict = diagnose([stopped, raised(failed_at=2.0)])
     assert (verdict.rank, verdict.victims) == (1, [0])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        pytest.param(TIMEOUTS["gloo"], "timed out", id="timeout"),
+        pytest.param(PEER_LOST["gloo-closed"], "lost its peer", id="lost-peer"),
+    ],
+)
+def test_rank_that_waited_for_one_that_had_returned_is_no_culprit_c069(error, words):
+    verdict = diagnose(
+        [rank(number=0, exit_code=0, failed_at=None, returned_at=0.5), raised(*error, number=1)]
+    )
+    assert verdict.category is Category.COLLECTIVES_APART
+    assert (verdict.rank, verdict.victims) == (0, [1])
+    assert verdict.summary.startswith(
+        f"rank 1 {words} in a collective; rank 0 had already finished: RuntimeErr"
+    )
+    assert error[1].splitlines()[0] in verdict.summary
+
+
+def test_rank_that_returned_after_the_failure_is_not_blamed_c069():
+    late = rank(number=0, exit_code=0, failed_at=None, returned_at=1000.0)
+    assert diagnose([late, raised(*PEER_LOST["gloo-closed"], number=1)]).category is Category.PEER_LOST
+
+
+def test_rank_that_returned_is_not_blamed_for_an_error_of_the_user():
+    back = rank(number=0, exit_code=0, failed_at=None, returned_at=0.5)
+    assert diagnose([back, raised("ValueError", "bad", number=1)]).category is Category.USER_ERROR
 
 
 def test_gang_in_which_only_told_ranks_ended_blames_nobody():

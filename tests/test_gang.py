@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefect_torch_elastic.channel import Channel
+from prefect_torch_elastic import hangwatch, stalls
+from prefect_torch_elastic.channel import Channel, ChannelClosed, is_readable
 from prefect_torch_elastic.evidence import Category, RankEvidence, parse_diagnosis
+from prefect_torch_elastic.incidents import Incident, IncidentKind, parse_incident
 from prefect_torch_elastic.node.gang import Gang
+from prefect_torch_elastic.observations import (
+    CheckpointSaved,
+    EvidenceTaken,
+    LastCollective,
+    NodeSample,
+    RankSample,
+    RankSnapshot,
+)
+from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.spec import build_spec
 from prefect_torch_elastic.wire import (
     GangStatus,
+    IncidentSeen,
     Message,
     NodeDone,
     NodeRegroups,
@@ -23,8 +39,10 @@ from prefect_torch_elastic.wire import (
     RanksFailed,
     RanksReturned,
     RanksStarted,
+    RoundEnded,
     RunGang,
     StopGang,
+    TakeEvidence,
     Verdict,
     VerdictAction,
 )
@@ -42,14 +60,25 @@ class PlayedNode:
         self.index, self.channel, self.agent = index, Channel(ours), Channel(theirs)
         self.pidfd, self._life = os.pipe()  # at its end when the last writer is gone, like a dead process's
         self.code: int | None = None
+        self.is_gone = False
         self.signals: list[int] = []
         self.heard: list[Message] = []
+
+    @property
+    def fds(self) -> list[int]:
+        return [self.channel.fileno(), self.pidfd]
+
+    def receive(self, folder: Path) -> Iterator[Message]:
+        gone = is_readable(self.pidfd, 0.0)
+        with suppress(ChannelClosed):
+            yield from self.channel.receive(0.0)
+        self.is_gone = gone
 
     def send(self, message: Message) -> None:
         self.channel.send(message)
 
-    def signal(self, number: int) -> None:
-        self.signals.append(number)
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
 
     def interrupt(self) -> None:
         pass
@@ -126,6 +155,24 @@ class PlayedGang:
     @property
     def warnings(self) -> str:
         return "\n".join(message.text for message in self.told if isinstance(message, Notice))
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return [parse_incident(one.incident) for one in self.told if isinstance(one, IncidentSeen)]
+
+    @property
+    def rounds_ended(self) -> list[tuple[int, VerdictAction]]:
+        return [(one.round, one.action) for one in self.told if isinstance(one, RoundEnded)]
+
+    def requests(self, number: int) -> list[TakeEvidence]:
+        """Return what evidence a node was asked for."""
+        return [message for message in self.node(number).listen() if isinstance(message, TakeEvidence)]
+
+    def answer(self, number: int, *snapshots: RankSnapshot) -> None:
+        """Let a node answer the newest request that it has got."""
+        newest = self.requests(number)[-1].number
+        node = self.node(number).index
+        self.say(number, EvidenceTaken(node=node, number=newest, ranks=list(snapshots)))
 
     def node(self, number: int) -> PlayedNode:
         return self.nodes.made[number]
@@ -352,8 +399,183 @@ def test_second_stop_can_only_shorten_the_grace(play):
     gang = play(nnodes=1)
     gang.start(0, nodes=1)
     for grace in (30.0, 60.0, 0.0):
-        gang.gang.stop(StopGang(reason="asked", grace_seconds=grace))
+        gang.gang.stop(StopGang(reason=StopReason.CANCELLED, grace_seconds=grace))
     graces = [message.grace_seconds for message in gang.node(0).listen() if isinstance(message, StopGang)]
     assert graces == [30.0, 0.0]
     gang.say(0, NodeDone(node=0, killed=[1, 0]))
     assert (gang.ended.status, gang.ended.killed) == (GangStatus.STOPPED, [0, 1])
+
+
+def test_stop_is_said_once_with_its_reason_and_grace(play):
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    for grace in (30.0, 0.0):
+        gang.gang.stop(StopGang(reason=StopReason.PREEMPTED, grace_seconds=grace))
+    assert gang.warnings == "The gang is asked to stop (preempted); its ranks have 30 s."
+
+
+def test_ranks_that_return_after_a_stop_are_no_success(play):
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    gang.gang.stop(StopGang(reason=StopReason.CANCELLED, grace_seconds=30.0))
+    gang.say(0, RanksReturned(node=0, round=1))
+    assert gang.verdicts(0) == []
+    gang.say(0, NodeDone(node=0))
+    assert (gang.ended.status, gang.ended.result) == (GangStatus.STOPPED, "")
+
+
+def test_ranks_that_return_after_the_run_timeout_are_no_success(play):
+    gang = play(nnodes=1, run_timeout_seconds=0.01)
+    gang.start(0, nodes=1)
+    gang.gang.step(None, 1.0)
+    (order,) = [message for message in gang.node(0).listen() if isinstance(message, StopGang)]
+    assert (order.reason, order.grace_seconds) == (StopReason.TIMED_OUT, 60.0)
+    gang.say(0, RanksReturned(node=0, round=1))
+    gang.say(0, NodeDone(node=0))
+    assert gang.ended.status is GangStatus.TIMED_OUT
+
+
+def test_nodes_of_a_failed_gang_are_told_that_they_have_lost_a_peer(play):
+    gang = play(nnodes=2, max_restarts=0)
+    gang.start(0)
+    gang.start(1)
+    gang.fail(0, USER_ERROR)
+    gang.gang.step(None, 1.0)
+    reasons = [message.reason for message in gang.node(1).listen() if isinstance(message, StopGang)]
+    assert reasons == [StopReason.FAILED]
+
+
+# ---------------------------------------------------------------- samples, evidence, hangs
+
+
+def stand(rank: int, sequence: int, operation: str = "all_reduce", **facts) -> RankSnapshot:
+    """A rank that waits in a collective."""
+    newest = LastCollective(group="0", sequence=sequence, operation=f"gloo:{operation}", is_done=False)
+    return RankSnapshot(rank=rank, **{"is_alive": True, "collectives": [newest], **facts})
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Looks follow each other at once, and two of them are proof."""
+    for name in ("PAUSE_SECONDS", "AGAIN_SECONDS", "LEFT_SECONDS", "LEAST_SECONDS"):
+        monkeypatch.setattr(stalls, name, 0.0)
+    monkeypatch.setattr(hangwatch, "SAME_SECONDS", 0.0)
+
+
+def test_samples_and_checkpoints_are_passed_on(play):
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    sample = NodeSample(node=0, round=1, ranks=[RankSample(rank=0, step=3)])
+    saved = CheckpointSaved(step=3, uuid="u", key="k", size_bytes=1, seconds=1.0, stall_seconds=0.1)
+    gang.say(0, sample, saved)
+    assert gang.told[-2:] == [sample, saved]
+
+
+def test_other_nodes_give_their_stacks_before_a_failure_is_judged(play):
+    gang = play(nnodes=2, max_restarts=0)
+    gang.start(0)
+    gang.start(1)
+    gang.fail(0, USER_ERROR)
+    assert gang.requests(0) == []
+    assert gang.verdicts(1) == []
+    gang.answer(1, stand(2, 5, stacks="Thread 1\n  a"), stand(3, 5, stacks="Thread 2\n  a"))
+    gang.gang.step(None, 1.0)
+    assert gang.verdicts(1) == [(1, VerdictAction.FAIL, 0)]
+    (incident,) = gang.incidents
+    assert (incident.kind, incident.category, incident.rank) == (IncidentKind.FAILURE, "UserError", 0)
+    assert [(row.rank, row.state) for row in incident.ranks] == [
+        (0, "failed"),
+        (1, "not known"),
+        (2, "waits"),
+        (3, "waits"),
+    ]
+    assert incident.ranks[2].collective == "all_reduce #5 (waits)"
+    assert [group.ranks for group in incident.stacks] == [[2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "verdict"),
+    [
+        pytest.param(1, (1, VerdictAction.RESTART, 1), id="restart"),
+        pytest.param(0, (1, VerdictAction.FAIL, 0), id="fail"),
+    ],
+)
+def test_proven_hang_ends_the_round_by_the_budget(play, impatient, restarts, verdict):
+    gang = play(nnodes=1, max_restarts=restarts)
+    gang.start(0, nodes=1)
+    for _ in range(2):
+        gang.gang.step(None, 0.0)
+        gang.answer(0, stand(0, 7), stand(1, 7, "broadcast"))
+        gang.gang.step(None, 0.0)
+    assert gang.verdicts(0) == [verdict]
+    assert gang.rounds_ended == [verdict[:2]]
+    (incident,) = gang.incidents
+    assert (incident.kind, incident.category) == (IncidentKind.HANG, "CollectivesApart")
+    assert (incident.rank, incident.victims) == (1, [0])
+    stops = [message.reason for message in gang.node(0).listen() if isinstance(message, StopGang)]
+    assert stops == ([] if restarts else [StopReason.FAILED])
+
+
+def test_failed_gang_that_hung_has_the_cause_as_its_diagnosis(play, impatient):
+    gang = play(nnodes=1, max_restarts=0)
+    gang.start(0, nodes=1)
+    for _ in range(2):
+        gang.gang.step(None, 0.0)
+        gang.answer(0, stand(0, 7), stand(1, 7, "broadcast"))
+        gang.gang.step(None, 0.0)
+    gang.say(0, NodeDone(node=0))
+    diagnosis = parse_diagnosis(gang.ended.diagnosis)
+    assert (diagnosis.category, diagnosis.rank) == (Category.COLLECTIVES_APART, 1)
+    assert diagnosis.log == "/r/rank-1.log"
+
+
+def test_suspected_gang_is_told_once_and_when_it_goes_on(play, monkeypatch):
+    monkeypatch.setattr(stalls, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(stalls, "AGAIN_SECONDS", 0.0)
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    facts = {"steps": 5, "step_seconds": 0.1, "idle_seconds": 30.0}
+    ranks = [RankSample(rank=rank, step=5, **facts) for rank in (0, 1)]
+    gang.say(0, NodeSample(node=0, round=1, ranks=ranks))
+    for _ in range(3):
+        gang.gang.step(None, 0.0)
+        gang.answer(0, *(RankSnapshot(rank=rank, is_alive=True, idle_seconds=30.0) for rank in (0, 1)))
+    (incident,) = gang.incidents
+    assert (incident.kind, incident.rank) == (IncidentKind.SUSPICION, None)
+    assert incident.sentence == "no step for 30 s, where a step takes 0.1 s."
+    assert gang.warnings.count("The gang seems to hang") == 1
+    ranks = [RankSample(rank=rank, step=6, steps=6, step_seconds=0.1) for rank in (0, 1)]
+    gang.say(0, NodeSample(node=0, round=1, ranks=ranks))
+    assert "The gang makes steps again after 30 s." in gang.warnings
+    assert gang.verdicts(0) == []
+
+
+def test_answer_to_an_older_request_is_not_mixed_in(play, impatient):
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    gang.gang.step(None, 0.0)
+    gang.say(0, EvidenceTaken(node=0, number=99, ranks=[stand(0, 7), stand(1, 7, "broadcast")]))
+    gang.gang.step(None, 0.0)
+    assert gang.incidents == []
+
+
+def test_lost_node_and_preemption_are_incidents(play):
+    gang = play(nnodes=2)
+    gang.start(0)
+    gang.start(1)
+    gang.lose(1)
+    gang.gang.stop(StopGang(reason=StopReason.PREEMPTED, grace_seconds=30.0))
+    lost, preempted = gang.incidents
+    assert (lost.kind, lost.category, lost.node_rank) == (IncidentKind.NODE, "NodeLost", 1)
+    assert (preempted.kind, preempted.consequence) == (
+        IncidentKind.PREEMPTION,
+        "Its ranks have 30 s to save.",
+    )
+
+
+def test_ranks_that_return_end_their_round(play):
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    gang.say(0, RanksReturned(node=0, round=1))
+    assert gang.rounds_ended == [(1, VerdictAction.FINISH)]
+    assert gang.incidents == []

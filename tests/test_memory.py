@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -104,3 +107,19 @@ def test_this_machine_can_be_asked():
     limit = memory.read_memory_limit()
     assert limit is None or limit > 0
     assert Path("/proc/self/cgroup") == memory._MEMBERSHIP
+
+
+def test_peak_memory_of_a_process_stays_when_the_memory_is_given_back():
+    before = memory.read_peak_memory(os.getpid())
+    size = before + (64 << 20)
+    with mmap.mmap(-1, size) as taken:
+        taken.write(b"x" * (32 << 20))
+        for page in range(0, size, mmap.PAGESIZE):
+            taken[page] = 1
+    assert memory.read_peak_memory(os.getpid()) >= size
+
+
+def test_process_that_has_ended_has_no_peak_memory():
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert memory.read_peak_memory(child.pid) == 0

@@ -57,6 +57,43 @@ def test_children_are_listed(start):
     assert child.pid in processes.list_children()
 
 
+def test_tree_has_grandchildren_and_what_each_has_done(run_script):
+    script = run_script.start(
+        """
+import os, time
+reader, writer = os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.write(writer, b"x" * 5000)
+        deadline = time.process_time() + 0.1
+        while time.process_time() < deadline:
+            pass
+        for _ in range(30):
+            time.sleep(0.001)
+        print("there", flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+    )
+    wait_until(lambda: "there" in script.stdout, 20.0)
+    tree = processes.list_tree(script.process.pid)
+    assert (len(tree), tree[0]) == (3, script.process.pid)
+    seconds, size, switches = processes.read_effort(tree[2])
+    assert seconds >= 0.09
+    assert size >= 5000
+    assert switches >= 30
+
+
+def test_tree_is_bounded(monkeypatch):
+    monkeypatch.setattr(processes, "list_children", lambda pid: [pid + 1, pid + 2, pid + 3])
+    assert len(processes.list_tree(1)) == 256
+
+
+def test_process_that_is_gone_has_done_nothing():
+    assert processes.list_tree(2**22 - 1) == [2**22 - 1]
+    assert processes.read_effort(2**22 - 1) == [0.0, 0.0, 0.0]
+
+
 def test_stopped_process_is_seen(start):
     child = start()
     assert not processes.is_stopped(child.pid)
@@ -75,6 +112,17 @@ def test_process_with_a_bracket_in_its_name_is_no_trouble(start, tmp_path):
 
 def test_process_that_is_gone_is_not_stopped():
     assert not processes.is_stopped(2**22 - 1)
+
+
+def test_kernel_tells_where_a_process_waits(start):
+    child = start()
+    text = processes.describe(child.pid)
+    assert f"/proc/{child.pid}/wchan:" in text
+    assert "State:" in text
+
+
+def test_kernel_tells_nothing_of_a_process_that_is_gone():
+    assert processes.describe(2**22 - 1) == ""
 
 
 def test_group_is_killed_and_known_to_be_gone(start):

@@ -9,21 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_elastic import wire
+from prefect_torch_elastic.observations import (
+    CheckpointSaved,
+    EvidenceTaken,
+    LastCollective,
+    NodeSample,
+    RankSample,
+    RankSnapshot,
+)
+from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.wire import (
+    Dismiss,
     GangEnded,
     GangStatus,
+    IncidentSeen,
+    JoinGang,
     LogLines,
     NodeDone,
+    NodeLeaves,
     NodeRegroups,
     Notice,
     Progress,
     Quit,
+    RankError,
     RankInfo,
     RanksFailed,
     RanksReturned,
     RanksStarted,
+    RoundEnded,
     RunGang,
     StopGang,
+    TakeEvidence,
     Verdict,
     VerdictAction,
     encode_message,
@@ -47,7 +63,7 @@ RUN_GANG = RunGang(
 )
 MESSAGES = [
     RUN_GANG,
-    StopGang(reason="cancelled", grace_seconds=1.5),
+    StopGang(reason=StopReason.PREEMPTED, grace_seconds=1.5),
     Quit(),
     RanksStarted(
         node=1,
@@ -65,6 +81,31 @@ MESSAGES = [
     NodeRegroups(node=1, round=2),
     Verdict(round=1, action=VerdictAction.RESTART, restart_count=1),
     NodeDone(node=1, problem="no space", killed=[3], warm=False),
+    JoinGang(
+        node=1, attempt=2, folder="0003", nproc=4, endpoint="10.0.0.7:4001", restart_count=1, preemptions=3
+    ),
+    Dismiss(exit_code=65),
+    NodeLeaves(node=1),
+    NodeSample(node=0, round=2, ranks=[RankSample(rank=1, step=7, step_seconds=0.2, busy="save")]),
+    TakeEvidence(number=3, reason="no step for 20 s"),
+    EvidenceTaken(
+        node=1,
+        number=3,
+        ranks=[
+            RankSnapshot(
+                rank=4,
+                is_alive=True,
+                stacks="Thread 1",
+                collectives=[
+                    LastCollective(group="0", sequence=9, operation="gloo:all_reduce", is_done=False)
+                ],
+            )
+        ],
+    ),
+    CheckpointSaved(step=9, uuid="u", key="checkpoints/9", size_bytes=7, seconds=0.5, stall_seconds=0.1),
+    RoundEnded(round=1, action=VerdictAction.RESTART, restarts=1, diagnosis={"category": "Killed"}),
+    IncidentSeen(incident={"kind": "hang"}),
+    RankError(rank=5, data="cGFyY2Vs"),
     Notice(level=30, text="node 1 was lost"),
     GangEnded(status=GangStatus.FAILED, diagnosis={"category": "Killed"}, error="/x", restarts=1, killed=[0]),
 ]
@@ -88,6 +129,13 @@ def test_verdict_has_a_member_of_its_enum_that_match_can_compare(action):
     assert back.action is action
 
 
+@pytest.mark.parametrize("reason", list(StopReason), ids=lambda reason: reason.name)
+def test_stop_has_a_member_of_its_enum(reason):
+    back = parse_message(encode_message(StopGang(reason=reason, grace_seconds=1.0)))
+    assert isinstance(back, StopGang)
+    assert back.reason is reason
+
+
 @pytest.mark.parametrize("status", GangStatus)
 def test_end_of_a_gang_has_a_member_of_its_enum_that_match_can_compare(status):
     back = parse_message(encode_message(GangEnded(status=status)))
@@ -100,8 +148,9 @@ def test_end_of_a_gang_has_a_member_of_its_enum_that_match_can_compare(status):
     [
         b'{"kind": "Verdict", "round": 1, "action": "again", "restart_count": 0}',
         b'{"kind": "GangEnded", "status": "done"}',
+        b'{"kind": "StopGang", "reason": 99, "grace_seconds": 1.0}',
     ],
-    ids=["action", "status"],
+    ids=["action", "status", "reason"],
 )
 def test_word_that_is_not_in_its_enum_is_refused(body):
     with pytest.raises(ValueError, match="is not a valid"):

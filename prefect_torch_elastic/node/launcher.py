@@ -1,4 +1,4 @@
-"""The head of the gangs on one machine: hosts the store, starts the nodes' agents, decides for all of them.
+"""The head of the gangs of one driver: hosts the store, starts the nodes' agents, decides for all of them.
 
 The driver starts one launcher and gives it gang after gang of a flow. It imports torch once; agents are
 forked from it, and ranks from the agents' servers, so the second gang starts in hundredths of a second.
@@ -23,17 +23,23 @@ from prefect_torch_elastic.channel import Channel, ChannelClosed
 from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.errors import ElasticError
 from prefect_torch_elastic.node import processes
+from prefect_torch_elastic.node.ending import refuse_gang
 from prefect_torch_elastic.node.forkserver import ForkServer
-from prefect_torch_elastic.node.gang import Gang, refuse_gang
+from prefect_torch_elastic.node.gang import Gang
+from prefect_torch_elastic.node.gate import Gate
 from prefect_torch_elastic.node.nodes import Nodes
+from prefect_torch_elastic.observations import NodeSample
+from prefect_torch_elastic.rankstate import StopReason
 from prefect_torch_elastic.runfolder import AttemptFolder
+from prefect_torch_elastic.spec import restore_spec
 from prefect_torch_elastic.wire import (
+    Dismiss,
     GangEnded,
     GangStatus,
     LogLines,
+    Losable,
     Message,
     Notice,
-    Progress,
     Quit,
     RunGang,
     StopGang,
@@ -65,6 +71,7 @@ def run_launcher(connection: socket.socket, log: str, parent: int) -> None:
     try:
         launcher.serve()
     finally:
+        launcher.close()
         nodes.close()
         processes.kill_children(keep=set())
         if mark := os.environ.get(processes.MARK):
@@ -78,6 +85,13 @@ class _Launcher:
         self._dropped = 0
         self._gone = False
         self._terminated = False
+        self._gate: Gate | None = None  # it outlives its gang: nodes leave when the outcome is kept
+
+    def close(self) -> None:
+        """Close the door for nodes of other machines."""
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
 
     def on_sigterm(self, *_: object) -> None:
         self._terminated = True
@@ -88,6 +102,9 @@ class _Launcher:
                 match message:
                     case RunGang():
                         self._run(message)  # it reads on from the next message
+                    case Dismiss():
+                        if self._gate is not None:
+                            self._gate.dismiss(message.exit_code)
                     case Quit():
                         return
                     case _:
@@ -95,7 +112,7 @@ class _Launcher:
 
     def _run(self, order: RunGang) -> None:
         try:
-            gang = Gang(order, self._nodes, self._tell)
+            gang = Gang(order, self._nodes, self._tell, gate=self._open_gate(order))
         except (ElasticError, OSError, RuntimeError) as error:
             self._tell(refuse_gang(error))
             return
@@ -110,7 +127,8 @@ class _Launcher:
                         case _:
                             pass
                 if self._gone or self._terminated:
-                    gang.stop(StopGang(reason="the flow's process is gone", grace_seconds=gang.grace_seconds))
+                    reason = StopReason.PREEMPTED if self._terminated else StopReason.CANCELLED
+                    gang.stop(StopGang(reason=reason, grace_seconds=gang.grace_seconds))
                 try:
                     gang.step(self._driver if not self._gone else None, _LOOK_SECONDS)
                 except (ElasticError, OSError) as error:
@@ -118,6 +136,15 @@ class _Launcher:
             self._tell(_blame_signal(gang.ended) if self._terminated else gang.ended)
         if self._gone:  # nobody else removes what held the arguments
             AttemptFolder(number=order.attempt, path=Path(order.folder)).tidy()
+
+    def _open_gate(self, order: RunGang) -> Gate | None:
+        """Return where nodes of other machines come in; None for a gang that runs here as a whole."""
+        self.close()
+        nnodes = restore_spec(order.fields).max_nodes
+        if order.meeting and nnodes > 1:
+            key = bytes.fromhex(order.secret)
+            self._gate = Gate(order.meeting, key=key, gang=order.gang, nnodes=nnodes)
+        return self._gate
 
     def _read_driver(self, timeout_seconds: float) -> Iterator[object]:
         """Return the driver's messages.
@@ -138,12 +165,12 @@ class _Launcher:
         with contextlib.suppress(ChannelClosed):
             if isinstance(message, GangEnded) and self._dropped:
                 self._driver.send(self._count_dropped())
-            if not isinstance(message, LogLines | Progress | Notice):
+            if not isinstance(message, Losable):
                 self._driver.send(message)
             elif self._driver.offer(message):
                 if self._dropped:
                     self._driver.send(self._count_dropped())
-            else:
+            elif not isinstance(message, NodeSample):  # the next one says it all
                 self._dropped += len(message.lines) if isinstance(message, LogLines) else 1
 
     def _count_dropped(self) -> Notice:

@@ -1,4 +1,4 @@
-"""What the memory control group of this process says: its limit, and how often the kernel killed in it."""
+"""What the kernel says of memory: the control group's limit, its kills there, and what a process took."""
 
 from __future__ import annotations
 
@@ -41,6 +41,21 @@ def read_memory_limit() -> int | None:
         if text != "max" and int(text) < _NO_LIMIT_V1:
             limits.append(int(text))
     return min(limits, default=None)
+
+
+def read_peak_memory(pid: int) -> int:
+    """Return the most memory in bytes that a process had resident, 0 when it is gone.
+
+    A forked process counts from its fork on, with the pages that it shares with its parent.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if line.startswith("VmHWM:"):  # a process that has just ended has none
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _folders() -> Iterator[tuple[Path, int]]:

@@ -18,6 +18,7 @@ MARK = "PTE_MARK"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SELF = Path("/proc/self")
 _REAP_SECONDS = 5.0
+_MOST_PROCESSES = 256
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,22 +48,63 @@ def find_open_gpus() -> list[str]:
     return sorted(found)
 
 
-def list_children() -> list[int]:
-    """Return the pids of this process's children, adopted ones included."""
+def list_children(pid: int | None = None) -> list[int]:
+    """Return the pids of the children of a process, or of this one, adopted ones included."""
     children: list[int] = []
-    for thread in (_SELF / "task").iterdir():
-        with contextlib.suppress(OSError):
-            children += map(int, (thread / "children").read_text().split())
+    with contextlib.suppress(OSError):
+        for thread in ((_SELF if pid is None else Path(f"/proc/{pid}")) / "task").iterdir():
+            with contextlib.suppress(OSError):
+                children += map(int, (thread / "children").read_text().split())
     return children
+
+
+def read_state(pid: int) -> str:
+    """Return the kernel's letter for what a process does, such as `S`; empty when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is held by SIGSTOP or a debugger: it looks alive to everybody else."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
+    return read_state(pid) in ("T", "t")
+
+
+def describe(pid: int) -> str:
+    """Return what the kernel tells of a process that cannot speak itself, as far as it may be read."""
+    parts: list[str] = []
+    for name in ("wchan", "syscall", "stack", "status"):
+        with contextlib.suppress(OSError):
+            parts.append(f"/proc/{pid}/{name}:\n{Path(f'/proc/{pid}/{name}').read_text().strip()}\n")
+    return "\n".join(parts)
+
+
+def list_tree(pid: int) -> list[int]:
+    """Return a process and all its living descendants, the near ones first; 256 at most."""
+    tree = [pid]
+    for one in tree:  # it grows meanwhile
+        tree += list_children(one)[: _MOST_PROCESSES - len(tree)]
+    return tree
+
+
+def read_effort(pid: int) -> list[float]:
+    """Return what grows while a process works; zeros of one that is gone.
+
+    Returns:
+        Seconds computed, with those of reaped children; bytes read and written, of files and pipes; how often
+        its main thread has gone to sleep.
+    """
+    folder = Path(f"/proc/{pid}")
+    seconds = size = switches = 0.0
+    with contextlib.suppress(OSError):
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        status = (folder / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2]
+        switches = float(status.split()[0]) if status else 0.0
+        size = float(sum(int(line.split()[1]) for line in (folder / "io").read_text().splitlines()[:2]))
+    return [seconds, size, switches]
 
 
 class StopClock:

@@ -11,25 +11,30 @@ import contextlib
 import faulthandler
 import inspect
 import json
+import logging
 import os
 import random
 import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prefect_torch_elastic import compat, context, parcel, pickles
-from prefect_torch_elastic.errors import NonRetryable, TransferError
-from prefect_torch_elastic.node import coldstart, processes, ranklog
-from prefect_torch_elastic.rankstate import RankState
+from prefect_torch_elastic.errors import ElasticError, NonRetryable, StopTraining, TransferError
+from prefect_torch_elastic.node import coldstart, flightrecorder, processes, ranklog
+from prefect_torch_elastic.rankstate import DUMP_SIGNAL, RankState
 
 MESSAGE_CHARACTERS = 2_000
 TRACEBACK_CHARACTERS = 20_000
 HOLD_SECONDS = 2.0
+RESULT_PATIENCE_SECONDS = 600.0
+RESULT_PAUSE_SECONDS = 5.0
+STOPPED_CODE = 143  # as after SIGTERM: never taken for a result
 _OUR_FRAMES = os.path.dirname(os.path.abspath(__file__))
+_log = logging.getLogger("prefect_torch_elastic.rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,7 @@ class RankOrder:
         threads: Threads for torch's operators; 0 takes the cores that the process may use.
         collective_timeout_seconds: Default timeout of process groups; None leaves torch's.
         non_retryable: Dotted names of exceptions that end all retries.
+        storage: Where the run's checkpoints are and what their policy is; empty without a run folder.
     """
 
     call: str
@@ -53,6 +59,7 @@ class RankOrder:
     threads: int
     collective_timeout_seconds: float | None
     non_retryable: list[str]
+    storage: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +76,7 @@ class ErrorRecord:
 
 
 def run_rank(spec: dict[str, Any], fds: list[int]) -> int:
-    """Run one rank; `fds` are its log (stdout and stderr), its page, and the pipe for its news.
+    """Run one rank; `fds` are its log (stdout and stderr), its page, and the socket for its news.
 
     Returns:
         The exit code.
@@ -81,11 +88,14 @@ def run_rank(spec: dict[str, Any], fds: list[int]) -> int:
     os.close(null)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     processes.redirect_output(log)
-    context.bind(RankState(page))
+    state = RankState(page)
+    context.bind(state, order.storage, announce=lambda saved: _tell_saved(news, saved))
     os.close(page)
-    stacks = open(f"{order.prefix}.stacks", "w", opener=_private)  # noqa: SIM115  (for its last words)
+    stacks = open(f"{order.prefix}.stacks", "a", opener=_private)  # noqa: SIM115  (for its last words)
     faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)  # C level: needs no GIL
+    faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True, chain=False)  # C level: needs no GIL
+    _tell(news, "ready")
+    flightrecorder.start_listening(news, order.prefix, state)
     ranklog.start_logging(sys.stdout)
     ranklog.patch_get_run_logger()
     _prepare(order)
@@ -116,14 +126,19 @@ def _run(order: RankOrder, news: int) -> int:
         function, args, kwargs = parcel.read_parcel(Path(order.call), key=None)
         stage = "run"
         _tell(news, "start")
-        value = _call(function, args, kwargs)
+        value, left_early = _call(function, args, kwargs)
+        stage = "checkpoint"
+        context.close_checkpoints()  # waits for the last upload
+        if left_early or context.stop_was_carried_out():
+            if is_leader:
+                _log.info("The ranks have stopped as asked. What the function returned is no result.")
+            _tell(news, "stopped")
+            return STOPPED_CODE
         stage = "result"
         if is_leader:
             _write_result(order, value)
         _tell(news, "returned")
     except BaseException as error:  # noqa: BLE001  (everything that a rank raises is told)
-        if isinstance(error, SystemExit) and stage == "run" and error.code in (None, 0):
-            return _run_ended_by_exit(order, news, is_leader=is_leader)
         _tell(news, "raised")
         _write_error(order, error, stage, news)
         _tell(news, "recorded")
@@ -132,29 +147,43 @@ def _run(order: RankOrder, news: int) -> int:
     return 0
 
 
-def _call(function: Any, args: Any, kwargs: Any) -> Any:
-    value = function(*args, **kwargs)
-    if inspect.iscoroutine(value):
-        return asyncio.run(value)
-    return value
-
-
-def _run_ended_by_exit(order: RankOrder, news: int, *, is_leader: bool) -> int:
-    # sys.exit() in a script is a normal end; its value is None.
-    if is_leader:
-        _write_result(order, None)
-    _tell(news, "returned")
-    return 0
+def _call(function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return the function's value, and whether it was left because of a stop."""
+    try:
+        value = function(*args, **kwargs)
+        return (asyncio.run(value) if inspect.iscoroutine(value) else value), False
+    except SystemExit as error:  # in a script `sys.exit()` is a normal end; its value is None
+        if error.code not in (None, 0):
+            raise
+        return None, False
+    except StopTraining as error:
+        if not context.stop_was_requested():
+            raise ElasticError(
+                "the function raised `StopTraining`, but nobody asked this gang to stop. Return from the "
+                "function to end the training early; `save_if_due` raises `StopTraining` itself."
+            ) from error
+        return None, True
 
 
 def _write_result(order: RankOrder, value: Any) -> None:
-    try:
-        parcel.write_parcel(Path(f"{order.prefix}.result"), value, key=bytes.fromhex(order.secret))
-    except TransferError as error:
-        raise TransferError(
-            f"rank 0 returned a value (`{pickles.type_name(value)}`) that cannot be sent to the flow: "
-            f"{error}. Return a path or plain data."
-        ) from error
+    """Leave the value; a disk that is away is waited for, as all of the training hangs on it."""
+    deadline, said = time.monotonic() + RESULT_PATIENCE_SECONDS, False
+    while True:
+        try:
+            parcel.write_parcel(Path(f"{order.prefix}.result"), value, key=bytes.fromhex(order.secret))
+            return
+        except TransferError as error:
+            raise TransferError(
+                f"rank 0 returned a value (`{pickles.type_name(value)}`) that cannot be sent to the flow: "
+                f"{error}. Return a path or plain data."
+            ) from error
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not said:
+                _log.warning("The result cannot be written, which is tried again for a while: %s", error)
+            said = True
+        time.sleep(RESULT_PAUSE_SECONDS)
 
 
 def _write_error(order: RankOrder, error: BaseException, stage: str, news: int) -> None:
@@ -266,6 +295,11 @@ def _finish() -> None:
 def _tell(news: int, word: str) -> None:
     with contextlib.suppress(OSError):
         os.write(news, f"{word} {time.monotonic()}\n".encode())
+
+
+def _tell_saved(news: int, saved: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(news, f"saved {json.dumps(saved)}\n".encode())
 
 
 if __name__ == "__main__":

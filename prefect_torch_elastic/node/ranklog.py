@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TextIO
 
-_FORMAT = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(name)s - %(message)s"
+_FORMAT = "%(asctime)s.%(msecs)03d | %(levelname)-7s | %(source)s%(message)s"
+_OURS = "prefect_torch_elastic."
 _LINE = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \| (?P<level>[A-Z]+) *\| (?P<text>.*)$", re.DOTALL)
 # glog, as torch's C++ and Python loggers write it: `[W1129 18:31:00.1 …]`, `[rank0]:[W1129 …`, `W1129 18:31…`
 _NATIVE = re.compile(r"^(\[rank\d+\]:)?\[?(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d")
@@ -69,6 +70,7 @@ def get_rank_logger(*_: Any, **__: Any) -> logging.Logger:
 
 class _OneRecordFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        record.source = "" if record.name.startswith(_OURS) else f"{record.name} - "
         return super().format(record).replace("\n", f"\n{_CONTINUED}")
 
 

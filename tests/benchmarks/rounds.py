@@ -56,8 +56,13 @@ def compare(
     publish(bench, taken["ours"], taken["peer"], target=target)
 
 
-def publish(bench: str, ours: list[float], peer: list[float], *, target: float | None = None) -> None:
-    """Write one result to the file that the end of the test run prints: for people and for programs."""
+def publish(
+    bench: str, ours: list[float], peer: list[float], *, target: float | None = None, **details: object
+) -> None:
+    """Write one result to the file that the end of the test run prints: for people and for programs.
+
+    `details` go into the JSON object.
+    """
     mine = statistics.median(ours)
     theirs = statistics.median(peer) if peer else None
     ratio = mine / theirs if theirs else None
@@ -71,6 +76,7 @@ def publish(bench: str, ours: list[float], peer: list[float], *, target: float |
         "peer": None if theirs is None else round(theirs, 4),
         "ratio": None if ratio is None else round(ratio, 4),
         "unit": "s",
+        **details,
     }
     with Path(os.environ[RESULTS]).open("a") as file:
         file.write(f"{bench}: {mine:.3f} s {spread}{against}{goal}\n{json.dumps(result)}\n")
