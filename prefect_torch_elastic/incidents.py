@@ -14,7 +14,7 @@ from prefect_torch_elastic.observations import RankSample, RankSnapshot
 from prefect_torch_elastic.stacks import group_stacks
 from prefect_torch_elastic.wire import RankInfo
 
-_GROUPS = 8  # of equal stacks that travel; the files have all
+_GROUPS = 64  # of equal stacks that travel, of up to 16,000 characters each; the files have all
 
 
 class IncidentKind(StrEnum):

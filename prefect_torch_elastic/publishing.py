@@ -71,14 +71,17 @@ class RunPages:
             metrics = self._work(runpages.make_metrics)
             self._courier.post("metrics", metrics, every_seconds=runpages.METRICS_SECONDS)
 
-    def add_incident(self, incident: Incident, *, number: int, at: float, folder: str, said: Said) -> None:
+    def add_incident(
+        self, incident: Incident, *, number: int, at: float, evidence: str, folder: str, said: Said
+    ) -> None:
         """Publish the page of an incident, and call `said` with its address, or without one if it has none.
 
         Args:
             incident: It.
             number: In the run.
             at: When it was seen.
-            folder: Where its evidence lies.
+            evidence: Where its file in the run folder is.
+            folder: Where the files of the ranks are.
             said: Called once, in any thread, at the latest when the run's pages are closed.
         """
         slot = f"incident {number}"
@@ -87,7 +90,9 @@ class RunPages:
             facts, link = self._facts(), ""
             try:
                 if facts is not None:
-                    page = runpages.make_incident(incident, facts, number=number, at=at, folder=folder)
+                    page = runpages.make_incident(
+                        incident, facts, number=number, at=at, evidence=evidence, folder=folder
+                    )
                     link = self._publish(page)
                     if link and slot not in self._unsaid:  # the API was away
                         self._log.info("The page of an incident before: %s", link)

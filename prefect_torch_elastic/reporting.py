@@ -18,6 +18,7 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 
 from prefect_torch_elastic.artifacts.courier import Courier
+from prefect_torch_elastic.artifacts.evidencefile import render_evidence, render_evidence_key
 from prefect_torch_elastic.artifacts.gangevents import EventSource, GangEvent, emit
 from prefect_torch_elastic.artifacts.gangnews import GangNews
 from prefect_torch_elastic.artifacts.runpages import MAX_INCIDENTS
@@ -166,11 +167,25 @@ class RunReporter:
         number = len(chronicle.facts().incidents)
         said = partial(self._say, incident, at)
         if number <= MAX_INCIDENTS:
-            self._pages.add_incident(incident, number=number, at=at, folder=self._folder, said=said)
+            evidence = self._keep_evidence(incident, number, at)
+            self._pages.add_incident(
+                incident, number=number, at=at, evidence=evidence, folder=self._folder, said=said
+            )
         else:
             if number == MAX_INCIDENTS + 1:
                 self._log.warning("Incidents after the first %s have no page, but this line.", MAX_INCIDENTS)
             said("")
+
+    def _keep_evidence(self, incident: Incident, number: int, at: float) -> str:
+        """Let an incident be written into the run folder, and return where it will be."""
+        store = self._call.record.store
+        key = render_evidence_key(incident, folder=self._call.identity.folder, number=number, at=at)
+
+        def write() -> None:
+            store.put(key, render_evidence(incident, title=_name_run(self._call), at=at).encode())
+
+        self._keeper.post(f"incident {number}", write)
+        return f"{store.url.rstrip('/')}/{key}"
 
     def _say(self, incident: Incident, at: float, link: str) -> None:
         """Say what happened, in the log and as an event; the page of it is there by now, if it has one."""
@@ -253,7 +268,7 @@ class RunReporter:
         job, spec = call.job, call.spec
         return RunFacts(
             run_key=call.identity.run_key,
-            title=call.task_run_name or call.task_name,
+            title=_name_run(call),
             place=f"work pool {job.work_pool}" if job else "the machine of the flow",
             price_per_node_hour=spec.price_per_node_hour,
             began_at=min(job.sent_at, self._began_at) if job else self._began_at,
@@ -289,11 +304,15 @@ class RunReporter:
             logging.getLogger(__name__).debug("a report is incomplete", exc_info=error)
 
 
+def _name_run(call: Call) -> str:
+    return call.task_run_name or call.task_name
+
+
 def _describe_source(call: Call) -> EventSource:
     job = call.job
     return EventSource(
         call=call.identity.digest,
-        title=call.task_run_name or call.task_name,
+        title=_name_run(call),
         task_run_id=call.task_run_id,
         task_run_name=call.task_run_name,
         flow_run_ids=(call.flow_run_id, *([job.flow_run_id] if job else [])),

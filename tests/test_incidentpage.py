@@ -55,7 +55,8 @@ def make_incident(**fields: Any) -> Incident:
 
 
 def render(**fields: Any) -> str:
-    return render_incident(make_incident(**fields), title="my run", at=BEGIN, folder="s3://b/run").markdown
+    places = {"evidence": "s3://b/run/incidents/1.txt", "folder": "/runs/attempts/0001"}
+    return render_incident(make_incident(**fields), title="my run", at=BEGIN, **places).markdown
 
 
 def test_incident_begins_with_its_cause_and_what_happens_now():
@@ -128,7 +129,8 @@ def test_incident_says_which_ranks_share_their_stacks():
 def test_incident_names_the_files_of_the_evidence():
     page = render()
 
-    assert "All of it lies in `s3://b/run`." in page
+    assert "with whole stacks, is kept in `s3://b/run/incidents/1.txt`." in page
+    assert "files of the ranks are in `/runs/attempts/0001` on their machines." in page
     assert "| 1 | `node-0/rank-1.log` |" in page
 
 
@@ -163,6 +165,14 @@ def test_incident_of_large_gangs_stays_below_its_limit():
     assert "| 3000 | 3000 | **waits** 👈 |" in page
     assert "64 of 4,096 ranks" in page
     assert re.search(r"… [\d,]+ lines are left out here …", page)
+
+
+def test_incident_shows_a_few_of_many_stacks_and_says_where_the_others_are():
+    stacks = [StackGroup(ranks=[n], text=f"File rank{n}.py") for n in range(11)]
+    page = render(stacks=stacks)
+    assert "File rank7.py" in page
+    assert "File rank8.py" not in page
+    assert "3 more groups are in the file below." in page
 
 
 def test_incident_card_is_the_cause_in_a_sentence():

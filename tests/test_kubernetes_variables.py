@@ -17,10 +17,11 @@ from prefect_torch_elastic.kubernetes.request import GangRequest
 from prefect_torch_elastic.kubernetes.variables import (
     TorchElasticJobConfiguration,
     TorchElasticVariables,
-    configure,
+    fill_form,
     request_gang,
 )
-from prefect_torch_elastic.spec import FIELD_NAMES, build_spec
+from prefect_torch_elastic.kubernetes.worker import TorchElasticWorker
+from prefect_torch_elastic.spec import FIELD_NAMES
 
 RUN_ID = "5f2c0f6e-1111-4222-8333-444455556666"
 COMMAND = "python -m prefect_torch_elastic.node --store 's3://bucket/a b'"
@@ -147,24 +148,35 @@ def test_gang_does_not_know_whether_it_resumes_which_is_for_its_worker():
     assert render_jobset(ask_for(resume_after_preemption=False)) == render_jobset(ask_for())
 
 
-def test_configuration_of_a_spec_says_whether_a_preempted_gang_goes_on():
-    spec = build_spec({"resume_after_preemption": False})
-    assert not configure(spec, command=("python",)).resume_after_preemption
-    pool = {"resume_after_preemption": False}
-    assert not configure(build_spec({}), command=("python",), defaults=pool).resume_after_preemption
-
-
 def test_same_run_asks_for_the_same_name_again():
     assert ask_for().name == ask_for().name
 
 
-def test_configuration_of_a_spec_has_its_fields_over_those_of_the_pool():
-    spec = build_spec({"nnodes": 4, "image": "mine:2", "env": {"A": "1"}})
-    configuration = configure(
-        spec, command=("python", "-m", "x y"), defaults={"queue": "lq", "image": "pool"}
+def test_form_has_the_values_of_a_run_over_those_of_its_pool():
+    filled = fill_form(
+        {"queue": "lq", "image": "pool", "resume_after_preemption": False, "env": {"A": "pool", "P": "1"}},
+        {"nnodes": 4, "image": "mine:2", "env": {"A": "run"}, "env.B": "2", "wrking_dir": "/"},
     )
-    assert (configuration.nnodes, configuration.image, configuration.queue) == (4, "mine:2", "lq")
-    assert (configuration.command, configuration.env) == ("python -m 'x y'", {"A": "1"})
+    assert (filled.nnodes, filled.image, filled.queue) == (4, "mine:2", "lq")
+    assert not filled.resume_after_preemption
+    assert filled.env == {"A": "run", "P": "1", "B": "2"}
+
+
+async def test_form_is_filled_in_as_prefect_does_it():
+    template = TorchElasticWorker.get_default_base_job_template()
+    defaults = {"queue": "lq", "env": {"A": "pool"}, "annotations": {"a": "pool"}, "labels": {"l": "pool"}}
+    for name, value in defaults.items():
+        template["variables"]["properties"][name]["default"] = value
+    sent = {
+        "command": "run",
+        "env": {"A": "run"},
+        "env.B": "2",
+        "annotations": {"b": "run"},
+        "labels.m": "run",
+    }
+    nobody: Any = object()  # no block is named, so no API is asked
+    real = await TorchElasticJobConfiguration.from_template_and_values(template, sent, client=nobody)
+    assert fill_form(defaults, sent).model_dump() == real.model_dump()
 
 
 def test_run_gets_settings_of_the_api_and_none_of_the_workers_machine():

@@ -49,6 +49,7 @@ class Pages:
         self.facts, self.link = facts, link
         self.states: list[Any] = []
         self.incidents: list[int] = []
+        self.evidence: list[str] = []
         self.refreshed: list[tuple[int, bool]] = []
         self.last: RunFacts | None = None
         self.is_broken = False
@@ -58,8 +59,11 @@ class Pages:
             raise RuntimeError("no pages today")
         self.refreshed.append((attempt, has_steps))
 
-    def add_incident(self, incident: Any, *, number: int, at: float, folder: str, said: Any) -> None:
+    def add_incident(
+        self, incident: Any, *, number: int, at: float, evidence: str, folder: str, said: Any
+    ) -> None:
         self.incidents.append(number)
+        self.evidence.append(evidence)
         said(self.link)
 
     def show_state(self, show: Callable[[], None]) -> None:
@@ -220,6 +224,16 @@ def test_incident_is_a_line_that_leads_to_its_page_and_an_event(run, kind, level
         "http://ui/1"
     ]
     assert facts.incidents[0].url == "http://ui/1"
+
+
+def test_incident_is_a_file_in_the_run_folder_of_which_its_page_tells(run):
+    run.begin()
+    run.tell(IncidentKind.HANG)
+    run.end(GangStatus.FAILED)
+    (place,) = run.pages.evidence
+    key = place.removeprefix(f"{run.store.url}/")
+    assert key == "run/incidents/19700101T001640Z-01-hang.txt"
+    assert "Rank 1 sleeps in `load`" in bytes(run.store.get(key)).decode()
 
 
 def test_incident_without_a_page_is_a_line_all_the_same(tmp_path):

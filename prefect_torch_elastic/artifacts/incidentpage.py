@@ -33,18 +33,22 @@ MAX_LOG_BYTES = 48 * 1024
 MAX_ROWS = 64
 MAX_FILES = 64
 MAX_OWN_FRAMES = 8
+MAX_STACKS = 8
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen |/prefect_torch_elastic/")
 
 
-def render_incident(incident: Incident, *, title: str, at: float, folder: str = "") -> Page:
+def render_incident(
+    incident: Incident, *, title: str, at: float, evidence: str = "", folder: str = ""
+) -> Page:
     """Return the page of an incident.
 
     Args:
         incident: What is known.
         title: Of the run.
         at: When it was seen, in unix seconds.
-        folder: Where the evidence of all nodes lies, a path or a URL; empty if that is not known.
+        evidence: Where its file in the run folder is, see `evidencefile`; empty if that is not known.
+        folder: Where the files of ranks are on their machines; empty if that is not known.
     """
     head = f"{_mark(incident.kind)} {escape_markdown(_name(incident))}"
     return Page(
@@ -60,7 +64,7 @@ def render_incident(incident: Incident, *, title: str, at: float, folder: str = 
                 *_render_ranks(incident),
                 *_render_stacks(incident),
                 *_render_log(incident),
-                *_render_files(incident, folder),
+                *_render_files(incident, evidence, folder),
             ]
         ),
     )
@@ -196,11 +200,18 @@ def _render_stacks(incident: Incident) -> list[str]:
     if not incident.stacks:
         return []
     groups: list[str] = []
-    for group in incident.stacks:
+    for group in incident.stacks[:MAX_STACKS]:
         who = "rank" if len(group.ranks) == 1 else f"{len(group.ranks)} ranks:"
         summary = f"{who} {render_ranges(group.ranks)}"
         groups.append(render_details(summary, group.text, most=MAX_STACK_BYTES))
-    return ["## Stacks", "Ranks with the same stacks stand together, the innermost frame first.", *groups]
+    left_out = len(incident.stacks) - MAX_STACKS
+    more = f"{left_out} more groups are in the file below." if left_out > 0 else ""
+    return [
+        "## Stacks",
+        "Ranks with the same stacks stand together, the innermost frame first.",
+        *groups,
+        more,
+    ]
 
 
 def _render_log(incident: Incident) -> list[str]:
@@ -215,14 +226,15 @@ def _render_log(incident: Incident) -> list[str]:
     ]
 
 
-def _render_files(incident: Incident, folder: str) -> list[str]:
+def _render_files(incident: Incident, evidence: str, folder: str) -> list[str]:
     rows = [(f"{row.rank}", link) for row in incident.ranks for link in map(_render_link, row.files)]
-    if not rows and not folder:
+    if not (rows or evidence or folder):
         return []
     left_out = len(rows) - MAX_FILES
     return [
         "## Evidence",
-        f"All of it lies in {_render_link(folder)}." if folder else "",
+        f"This page as text, with whole stacks, is kept in {_render_link(evidence)}." if evidence else "",
+        f"Logs and files of the ranks are in {_render_link(folder)} on their machines." if folder else "",
         render_table(("rank", "file"), rows[:MAX_FILES], right=(0,)) if rows else "",
         f"{left_out} more files lie beside them." if left_out > 0 else "",
     ]

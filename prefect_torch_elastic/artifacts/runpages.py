@@ -41,7 +41,9 @@ def make_report(facts: RunFacts) -> Document:
     return _make(render_key("run-report", facts.run_key), render_report(facts))
 
 
-def make_incident(incident: Incident, facts: RunFacts, *, number: int, at: float, folder: str) -> Document:
+def make_incident(
+    incident: Incident, facts: RunFacts, *, number: int, at: float, evidence: str, folder: str
+) -> Document:
     """Return the page of an incident.
 
     Args:
@@ -49,9 +51,10 @@ def make_incident(incident: Incident, facts: RunFacts, *, number: int, at: float
         facts: Of the run.
         number: In the run; the incident itself has one in its gang.
         at: When it was seen.
-        folder: Where its evidence lies.
+        evidence: Where its file in the run folder is.
+        folder: Where the files of the ranks are.
     """
-    page = render_incident(incident, title=facts.title, at=at, folder=folder)
+    page = render_incident(incident, title=facts.title, at=at, evidence=evidence, folder=folder)
     return _make(render_key("incident", facts.run_key, number), page)
 
 

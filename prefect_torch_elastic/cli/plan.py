@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import cyclopts
 from prefect.exceptions import ScriptError
@@ -17,15 +17,12 @@ from prefect.utilities.importtools import load_script_as_module
 from prefect_torch_elastic.cli import UsageError
 from prefect_torch_elastic.cli.deploy import parse_pairs
 from prefect_torch_elastic.cli.rendering import print_lines
-from prefect_torch_elastic.dispatch.gangsizes import check_fixed_size, size_gang
+from prefect_torch_elastic.dispatch.gangsizes import check_fixed_size
 from prefect_torch_elastic.dispatch.order import CallKind
-from prefect_torch_elastic.dispatch.pools import ELASTIC_TYPE, check_own_variables
+from prefect_torch_elastic.dispatch.pools import ELASTIC_TYPE, Pool, build_job_variables
 from prefect_torch_elastic.errors import SpecError
 from prefect_torch_elastic.launched import LaunchedTask
 from prefect_torch_elastic.spec import Spec
-
-if TYPE_CHECKING:
-    from prefect_torch_elastic.kubernetes.variables import TorchElasticJobConfiguration
 
 _Many = Annotated[tuple[str, ...], cyclopts.Parameter(negative="", show_default=False)]
 
@@ -91,15 +88,19 @@ def render_plan(name: str, spec: Spec, kind: CallKind, *, form: Mapping[str, Any
     import yaml
 
     from prefect_torch_elastic.kubernetes.manifest import render_jobset
-    from prefect_torch_elastic.kubernetes.variables import configure, request_gang
+    from prefect_torch_elastic.kubernetes.variables import TorchElasticVariables, fill_form, request_gang
 
-    check_own_variables(spec.job_variables, type=ELASTIC_TYPE)
     words = tuple(_COMMAND.split())
     if kind is CallKind.GANG:
         check_fixed_size(spec.nnodes, pool=spec.work_pool or "WORK-POOL")
         words = (*words, "--nproc-per-node", str(spec.nproc_per_node))
-    configuration = configure(spec, command=words, defaults={"image": _IMAGE, **form})
-    ignored = _lay_over(configuration, {**spec.job_variables, **size_gang(spec, kind)})
+    pool = Pool(
+        name=spec.work_pool or "WORK-POOL",
+        type=ELASTIC_TYPE,
+        variables=frozenset(TorchElasticVariables.model_fields),
+    )
+    sent = build_job_variables(pool, command=words, spec=spec, kind=kind)
+    configuration = fill_form({"image": _IMAGE, **form}, sent.values)
     request = request_gang(
         configuration,
         flow_run_id="FLOW-RUN-ID",
@@ -109,25 +110,9 @@ def render_plan(name: str, spec: Spec, kind: CallKind, *, form: Mapping[str, Any
     )
     manifest = json.loads(json.dumps(render_jobset(request)))  # no object is in it twice: no YAML anchors
     head = f"# {name}, work pool {spec.work_pool or 'not set'}. What only a run knows is in capitals."
-    if ignored:
-        head += (
-            f"\n# A pool of type torch-elastic has no job variables {', '.join(ignored)}; they mean nothing."
-        )
+    if sent.ignored:
+        head += f"\n# A pool of type torch-elastic does not know {', '.join(sent.ignored)}."
     return f"{head}\n{yaml.safe_dump(manifest, sort_keys=False, width=110)}".rstrip()
-
-
-def _lay_over(configuration: TorchElasticJobConfiguration, variables: Mapping[str, Any]) -> list[str]:
-    """Let job variables win, as a worker does, and return the names that mean nothing to it."""
-    ignored: list[str] = []
-    for key, value in variables.items():
-        if key not in type(configuration).model_fields:
-            ignored.append(key)
-            continue
-        ours: object = getattr(configuration, key)
-        if isinstance(ours, dict) and isinstance(value, dict):
-            value = {**cast("dict[str, Any]", ours), **cast("dict[str, Any]", value)}
-        setattr(configuration, key, value)
-    return ignored
 
 
 def _load(source: str) -> ModuleType:

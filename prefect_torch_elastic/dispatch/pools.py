@@ -77,12 +77,12 @@ class Pool:
 
     name: str
     type: str
-    is_paused: bool
-    workers: int
-    workers_online: int
-    has_command: bool
-    variables: frozenset[str]
-    limit: int | None
+    is_paused: bool = False
+    workers: int = 0
+    workers_online: int = 0
+    has_command: bool = True
+    variables: frozenset[str] = frozenset()
+    limit: int | None = None
     active: int | None = None
     queue: str = "default"
     queue_is_paused: bool = False

@@ -19,7 +19,7 @@ from prefect_torch_elastic.kubernetes.naming import (
     name_secret,
 )
 from prefect_torch_elastic.kubernetes.request import GangRequest
-from prefect_torch_elastic.spec import Spec, check_field, parse_nnodes
+from prefect_torch_elastic.spec import check_field, parse_nnodes
 from prefect_torch_elastic.spec_values import parse_memory
 
 if TYPE_CHECKING:
@@ -231,14 +231,20 @@ class TorchElasticJobConfiguration(BaseJobConfiguration):
         }
 
 
-def configure(
-    spec: Spec, *, command: tuple[str, ...], defaults: Mapping[str, Any] | None = None
-) -> TorchElasticJobConfiguration:
-    """Return what a run of this spec gets in a pool with these defaults, without asking Prefect."""
-    unset = Spec()
-    names = [*_FIELDS, "env"]
-    values = {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(unset, name)}
-    return TorchElasticJobConfiguration(**{**(defaults or {}), **values}, command=shlex.join(command))
+def fill_form(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> TorchElasticJobConfiguration:
+    """Return what a run gets in a pool with these defaults, as Prefect would fill it in, without asking it.
+
+    Args:
+        defaults: Of the pool's form. A run's value replaces them; `env` is joined.
+        values: Job variables of the run; `env.NAME` is one of `env`. What is not in the form has no effect.
+    """
+    given: dict[str, Any] = {}
+    for name in sorted(values, key=lambda name: "." not in name):  # a whole `env` wins over its parts
+        field, _, rest = name.partition(".")
+        value = {rest: values[name]} if rest else values[name]
+        given[field] = {**given.get(field, {}), **value} if isinstance(value, dict) else value
+    env = {**defaults.get("env", {}), **given.get("env", {})}
+    return TorchElasticJobConfiguration(**{**defaults, **given, "env": env})
 
 
 def request_gang(
