@@ -244,7 +244,7 @@ def fill_form(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> TorchEl
         value = {rest: values[name]} if rest else values[name]
         given[field] = {**given.get(field, {}), **value} if isinstance(value, dict) else value
     env = {**defaults.get("env", {}), **given.get("env", {})}
-    return TorchElasticJobConfiguration(**{**defaults, **given, "env": env})
+    return TorchElasticJobConfiguration.model_validate({**defaults, **given, "env": env})
 
 
 def request_gang(
