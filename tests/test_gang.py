@@ -281,6 +281,7 @@ def test_failure_spends_a_restart_and_the_same_failure_again_ends_the_gang(play)
     assert gang.verdicts(0)[1:] == [(2, VerdictAction.FAIL, 1)]
     gang.say(0, NodeDone(node=0))
     assert (gang.ended.status, gang.ended.restarts) == (GangStatus.FAILED, 1)
+    assert [incident.restarts for incident in gang.incidents] == [0, 1]
     assert parse_diagnosis(gang.ended.diagnosis).category is Category.USER_ERROR
 
 

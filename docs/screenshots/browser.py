@@ -39,8 +39,6 @@ class Browser:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Page.enable")
-        size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     @classmethod
     @contextlib.contextmanager
@@ -104,17 +102,22 @@ class Browser:
         """Return the page as PNG, as it is now."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
-    def show(self, url: str, *, expected: tuple[str, ...], action: str = "") -> bytes:
+    def show(
+        self, url: str, *, expected: tuple[str, ...], action: str = "", height: int = HEIGHT
+    ) -> bytes:
         """Open a page and return it as PNG once it is complete and still.
 
         Args:
             url: Of the page.
             expected: Words that show that it is complete.
             action: Script that is run on the page again and again until then.
+            height: Of the window, in pixels.
 
         Raises:
             BrowserError: If that takes longer than `PAGE_SECONDS`.
         """
+        size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=url)
         deadline = time.monotonic() + PAGE_SECONDS
         while missing := [word for word in expected if word not in self.read_text()]:

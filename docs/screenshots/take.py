@@ -3,8 +3,9 @@
     .venv/bin/python docs/screenshots/take.py                       # all pictures, into this folder
     .venv/bin/python docs/screenshots/take.py --home .demo          # of the last run that a stack has already
 
-It takes Linux, a Chromium (`apt install chromium`) and three to five minutes on two cores. A Prefect server
-and three workers of its own are started; nothing of yours is touched, and the browser reaches nothing else.
+It takes Linux, a Chromium with emojis (`apt install chromium fonts-noto-color-emoji`) and five minutes on two
+cores. A Prefect server and three workers of its own are started; nothing of yours is touched, and the browser
+reaches nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from browser import Browser, BrowserError, find_program
+from browser import HEIGHT, Browser, BrowserError, find_program
 
 from prefect_torch_elastic.dev.plan import StackPlan
 from prefect_torch_elastic.dev.stack import DevStack, find_stack
@@ -29,15 +30,15 @@ HERE = Path(__file__).resolve().parent
 FLOW = HERE.parent.parent / "flows" / "pretrain.py"
 FLOW_NAME = "pretraining"
 STEPS = ("tokenize", "train")
-# Pages about the step `train`, by the beginning of their keys, and words that are on each.
+# Pages about the step `train`, by the beginning of their keys: words that are on each, and how high it is.
 PAGES = {
-    "progress": "Progress",
-    "metrics": "loss",
-    "run-report": "Goodput",
-    "incident": "What to do",
+    "progress": ("Progress", HEIGHT),
+    "metrics": ("Metrics of", HEIGHT),
+    "run-report": ("Goodput", 2 * HEIGHT),
+    "incident": ("What to do", 2 * HEIGHT),
 }
 PARAMETERS = {"steps": 300, "kill_at": 150}
-LIMIT_BYTES = 250_000
+LIMIT_BYTES = 300_000
 
 RESTART = "The ranks start again"
 CLICK_ON_TAB = """(name) => {
@@ -90,12 +91,14 @@ class Picture:
         path: Of the page, on the server.
         expected: Words that show that the page is complete.
         action: Script that is run on the page again and again until it is still.
+        height: Of the window, in pixels.
     """
 
     name: str
     path: str
     expected: tuple[str, ...]
     action: str = ""
+    height: int = HEIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +154,9 @@ class Runs:
                     name=f"page-{name}",
                     path=f"/v2/artifacts/artifact/{self.pages[name]['id']}",
                     expected=(words,),
+                    height=height,
                 )
-                for name, words in PAGES.items()
+                for name, (words, height) in PAGES.items()
             ),
         ]
 
@@ -212,7 +216,9 @@ def take_pictures(stack: DevStack, program: str, folder: Path) -> None:
     with Browser.start(program) as browser:
         for picture in pictures:
             url = stack.ui_url + picture.path
-            data = browser.show(url, expected=picture.expected, action=picture.action)
+            data = browser.show(
+                url, expected=picture.expected, action=picture.action, height=picture.height
+            )
             if len(data) > LIMIT_BYTES:
                 raise BrowserError(f"`{picture.name}.png` has {len(data)} bytes, more than {LIMIT_BYTES}.")
             (folder / f"{picture.name}.png").write_bytes(data)

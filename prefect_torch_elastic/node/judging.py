@@ -110,13 +110,13 @@ class Judge:
         self, number: int, diagnosis: Diagnosis, kind: IncidentKind, evidence: list[RankEvidence]
     ) -> tuple[Verdict, Diagnosis]:
         if self._was_broken(number, diagnosis):
-            reason, action = "nodes came or went, which spends nothing", Action.RESTART
+            reason, action, cost = "nodes came or went, which spends nothing", Action.RESTART, 0
         else:
             decision = decide_restart(
                 diagnosis, self._previous, restarts=self.restarts, max_restarts=self._spec.max_restarts
             )
             reason, action = decision.reason, decision.action
-            self.restarts += action is Action.RESTART
+            cost = int(action is Action.RESTART)
             self._previous = diagnosis
         goes_on = action is Action.RESTART
         if goes_on:
@@ -129,6 +129,7 @@ class Judge:
         )
         culprits = [] if diagnosis.rank is None else [diagnosis.rank]
         self._report(number, blame(incident, diagnosis), culprits=culprits, evidence=evidence)
+        self.restarts += cost  # the incident says how many were spent before it
         verdict = Verdict(
             round=number,
             action=VerdictAction.RESTART if goes_on else VerdictAction.FAIL,
