@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
+from prefect_torch_elastic.arrivals import Delays
 from prefect_torch_elastic.chronicledoc import parse_facts, render_facts
 from prefect_torch_elastic.curves import CurveBuilder
 from prefect_torch_elastic.gangrecord import MAX_CAUSE, GangRecord
@@ -56,6 +57,7 @@ class Chronicle:
         self._facts = facts
         self._gangs = GangRecord(facts.gangs)
         self._ranks = {rank.rank: rank for rank in facts.ranks}
+        self._delays = Delays(0)
         self._curves = {curve.name: CurveBuilder(curve) for curve in facts.curves}
 
     @classmethod
@@ -138,6 +140,8 @@ class Chronicle:
                 self._see(at)
                 if not self._gangs.gangs or self._gangs.gangs[-1].end is not None:
                     self.begin_incarnation(attempt=1, nodes=1, at=at)
+                if self._gangs.current(message.round) is None:
+                    self._delays = Delays(message.world_size)
                 self._gangs.start_round(message, at)
             case NodeSample():
                 self._take_samples(message, at)
@@ -166,6 +170,10 @@ class Chronicle:
             self._ranks[sample.rank] = _see_rank(self._ranks.get(sample.rank), sample, node=message.node)
             if sample.rank == 0:
                 self._gangs.see_sample(sample, at)
+            if sample.arrivals is not None:
+                step = sample.step_seconds
+                for rank, delay in self._delays.see(sample.rank, sample.arrivals, step_seconds=step).items():
+                    self._ranks[rank] = replace(self._ranks[rank], delay=delay)
 
     def _take_progress(self, message: Progress, at: float) -> None:
         metrics = {name: _plain(value) for name, value in message.metrics.items()}

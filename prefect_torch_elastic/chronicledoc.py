@@ -132,6 +132,7 @@ _check_rank = _check_as(
     step_seconds=check_number,
     step_p95_seconds=check_number,
     longest_seconds=check_number,
+    delay=check_number,
     memory_bytes=check_whole_number,
     gpu_memory_bytes=check_whole_number,
 )

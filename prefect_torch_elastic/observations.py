@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefect_torch_elastic.arrivals import Arrivals
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankSample:
@@ -23,6 +25,7 @@ class RankSample:
         save_seconds, load_seconds, phase_seconds: Sums over the round.
         memory_bytes: Resident memory at its highest so far.
         gpu_memory_bytes: Of its GPU, the same; 0 without one.
+        arrivals: When it came to its newest collectives, in the first sample after a look.
     """
 
     rank: int
@@ -40,6 +43,7 @@ class RankSample:
     phase_seconds: float = 0.0
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
+    arrivals: Arrivals | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from prefect_torch_elastic.artifacts.publisher import Document, Publisher
 from prefect_torch_elastic.calls import Call
 from prefect_torch_elastic.dispatch.polling import describe_outage, open_client
 from prefect_torch_elastic.incidents import Incident
-from prefect_torch_elastic.runfacts import RunFacts, find_slow_ranks
+from prefect_torch_elastic.runfacts import RunFacts, describe_slowness, find_slow_ranks
 
 _STATE = "state"
 
@@ -148,8 +148,8 @@ class RunPages:
         slow = find_slow_ranks(facts.ranks)
         for rank in slow:
             if rank.rank not in self._slow:
-                text = "Rank %s on node %s is slow: its median step takes %.3g s; the report has all ranks."
-                self._log.warning(text, rank.rank, rank.node, rank.step_seconds)
+                text = "Rank %s on node %s is slow: %s; the report has all ranks."
+                self._log.warning(text, rank.rank, rank.node, describe_slowness(rank))
         self._slow |= {rank.rank for rank in slow}
 
     def _publish(self, document: Document) -> str:

@@ -19,14 +19,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, assert_never, cast
 
+from prefect_torch_elastic.arrivals import KEPT, Arrivals
 from prefect_torch_elastic.steptimes import BUCKETS, bucket_of, quantile_seconds
 
-_SIZE = 8192
+_SIZE = 12288
 # The page: 8-byte words, then the text. A word is written in one store; `struct` would zero its bytes first.
 _STOP, _STOP_AT, _POLLS, _GPU_BYTES, _SEQUENCE, _STEP, _TOTAL, _REPORTED_AT, _LENGTH = range(9)
 _MARKED_AT, _STEPS, _LONGEST, _BUSY, _LOAD, _SAVE, _PHASE = range(9, 16)
 _COUNTS = 16  # of steps by how long they took, in buckets
-_TEXT_WORD = _COUNTS + BUCKETS
+_ARRIVALS = _COUNTS + BUCKETS  # look, first, count, times, and the look again: a torn copy has two
+_ARRIVALS_END = _ARRIVALS + 3 + KEPT
+_TEXT_WORD = _ARRIVALS_END + 1
 _TEXT_AT = 8 * _TEXT_WORD
 _UNKNOWN = -1
 _PHASE_CHARACTERS = 100
@@ -102,6 +105,7 @@ class RankReadings:
         longest_seconds: The longest time between two reports, with all that lies in between.
         load_seconds, save_seconds, phase_seconds: Sums up to now. A save in a phase is a save.
         gpu_memory_bytes: Memory of its GPUs at its highest; 0 without one.
+        arrivals: When it came to its newest collectives; None before the first look.
     """
 
     progress: RankProgress = field(default_factory=RankProgress)
@@ -115,6 +119,7 @@ class RankReadings:
     save_seconds: float = 0.0
     phase_seconds: float = 0.0
     gpu_memory_bytes: int = 0
+    arrivals: Arrivals | None = None
 
 
 class RankState:
@@ -173,6 +178,14 @@ class RankState:
         """Publish how much memory of its GPUs the rank has at most; any thread may do so."""
         self._words[_GPU_BYTES] = size
 
+    def note_arrivals(self, arrivals: Arrivals) -> None:
+        """Publish when the rank came to its newest collectives, `KEPT` at most; always from one thread."""
+        words, times = self._words, arrivals.offsets_us
+        words[_ARRIVALS_END] = 0
+        for place, word in enumerate([arrivals.look, arrivals.first, len(times), *times], _ARRIVALS):
+            words[place] = word
+        words[_ARRIVALS_END] = arrivals.look
+
     def request_stop(self, reason: StopReason, *, seconds_left: float) -> None:
         """Ask the rank to stop, or again with less time."""
         self._words[_STOP_AT] = time.monotonic_ns() + int(seconds_left * 1e9)
@@ -209,7 +222,7 @@ class RankState:
         """Return the newest whole report and the times of all of them."""
         words, text = self._copy()
         progress = _parse_progress(words[_STEP], words[_TOTAL], words[_REPORTED_AT], text)
-        busy, counts = _BUSIES[words[_BUSY]], words[_COUNTS:]
+        busy, counts = _BUSIES[words[_BUSY]], words[_COUNTS:_ARRIVALS]
         if doing := _word_of(busy, progress.phase):
             words[doing] += time.monotonic_ns() - words[_MARKED_AT]
         return RankReadings(
@@ -224,6 +237,7 @@ class RankState:
             save_seconds=words[_SAVE] / 1e9,
             phase_seconds=words[_PHASE] / 1e9,
             gpu_memory_bytes=words[_GPU_BYTES],
+            arrivals=_parse_arrivals(words[_ARRIVALS : _ARRIVALS_END + 1]),
         )
 
     def _copy(self) -> tuple[list[int], bytes]:
@@ -296,6 +310,13 @@ def _parse_progress(step: int, total_steps: int, reported_at: int, text: bytes) 
         phase=phase,
         metrics=metrics,
     )
+
+
+def _parse_arrivals(words: list[int]) -> Arrivals | None:
+    look, first, count = words[:3]
+    if not look or words[-1] != look:
+        return None
+    return Arrivals(look=look, first=first, offsets_us=words[3 : 3 + count])
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
+from prefect_torch_elastic.arrivals import is_notable
 from prefect_torch_elastic.incidents import IncidentKind
 
 SLOW_FACTOR = 1.25  # a rank is slow when its median step takes that much longer than the gang's
@@ -126,7 +127,10 @@ class PhaseFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One rank: its steps as of its newest round with steps, its memory as of the whole run."""
+    """One rank: its steps and its delay as of its newest round with steps, its memory as of the whole run.
+
+    The delay is the share of a usual step for which the others wait for it, see `arrivals`.
+    """
 
     rank: int
     node: int
@@ -135,6 +139,7 @@ class RankFacts:
     step_seconds: float = 0.0
     step_p95_seconds: float = 0.0
     longest_seconds: float = 0.0
+    delay: float = 0.0
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
 
@@ -258,13 +263,21 @@ class RunFacts:
 
 
 def find_slow_ranks(ranks: Sequence[RankFacts]) -> list[RankFacts]:
-    """Return the ranks whose median step takes clearly longer than the median rank's, the slowest first.
+    """Return the ranks that others wait for, and those whose median step takes clearly longer, slowest first.
 
-    Ranks that wait for each other in every step take equally long; those that report before they wait differ.
+    Ranks that wait for each other in every step take equally long: there the delays tell.
     """
+    delays = {rank.rank: rank.delay for rank in ranks}
+    slow = [rank for rank in ranks if len(ranks) > 1 and is_notable(rank.delay, delays)]
     known = [rank for rank in ranks if rank.steps >= SLOW_STEPS and rank.step_seconds > 0]
-    if len(known) < 2:
-        return []
-    usual = median(rank.step_seconds for rank in known)
-    slow = [rank for rank in known if rank.step_seconds > usual * SLOW_FACTOR]
-    return sorted(slow, key=lambda rank: -rank.step_seconds)
+    if len(known) > 1:
+        usual = median(rank.step_seconds for rank in known)
+        slow += [rank for rank in known if rank.step_seconds > usual * SLOW_FACTOR and rank not in slow]
+    return sorted(slow, key=lambda rank: (-rank.delay, -rank.step_seconds))
+
+
+def describe_slowness(rank: RankFacts) -> str:
+    """Return how slow a rank is, as the end of a sentence about it."""
+    if rank.delay:
+        return f"the others wait for it {rank.delay:.0%} of a step"
+    return f"its median step takes {rank.step_seconds:.3g} s"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, get_args
 
+from prefect_torch_elastic.arrivals import Arrivals
 from prefect_torch_elastic.observations import (
     CheckpointSaved,
     EvidenceTaken,
@@ -333,7 +334,7 @@ def parse_message(body: bytes) -> Message:
     if kind is RanksStarted:
         fields["ranks"] = [RankInfo(**rank) for rank in fields["ranks"]]
     if kind is NodeSample:
-        fields["ranks"] = [RankSample(**rank) for rank in fields["ranks"]]
+        fields["ranks"] = [_parse_sample(rank) for rank in fields["ranks"]]
     if kind is EvidenceTaken:
         fields["ranks"] = [_parse_snapshot(rank) for rank in fields["ranks"]]
     if kind is LogLines:
@@ -345,6 +346,11 @@ def parse_message(body: bytes) -> Message:
     if kind is GangEnded:
         fields["status"] = GangStatus(fields["status"])
     return kind(**fields)
+
+
+def _parse_sample(fields: dict[str, Any]) -> RankSample:
+    arrivals = fields.pop("arrivals")
+    return RankSample(**fields, arrivals=Arrivals(**arrivals) if arrivals else None)
 
 
 def _parse_snapshot(fields: dict[str, Any]) -> RankSnapshot:

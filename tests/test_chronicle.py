@@ -13,11 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_torch_elastic.arrivals import Arrivals
 from prefect_torch_elastic.chronicle import MAX_CHECKPOINTS, MAX_CURVES, MAX_METRICS, Chronicle
 from prefect_torch_elastic.chronicledoc import parse_facts, render_facts
 from prefect_torch_elastic.curves import MAX_POINTS, CurveBuilder
 from prefect_torch_elastic.incidents import IncidentKind
-from prefect_torch_elastic.runfacts import Curve, GangEnd, RankFacts, RoundEnd, RunFacts, find_slow_ranks
+from prefect_torch_elastic.runfacts import (
+    Curve,
+    GangEnd,
+    RankFacts,
+    RoundEnd,
+    RunFacts,
+    describe_slowness,
+    find_slow_ranks,
+)
 from prefect_torch_elastic.wire import GangStatus, Notice, Progress, VerdictAction
 from tests.run_stories import BEGIN, Story, tell_troubled_run
 
@@ -267,6 +276,21 @@ def test_slow_ranks_are_those_far_above_the_median():
 
     assert find_slow_ranks([*ranks, slow]) == [slow]
     assert find_slow_ranks(ranks) == []
+
+
+def test_rank_that_the_others_wait_for_is_slow_though_all_take_equally_long():
+    story = Story().begin().start()
+    for look in (1, 2):
+        for rank in (0, 1):
+            offsets = [1_000_000 * step + 250_000 * rank for step in range(20)]
+            story.steps = 20
+            story.sample(20, rank=rank, arrivals=Arrivals(look=look, first=1, offsets_us=offsets))
+    facts = story.facts
+    assert [rank.rank for rank in find_slow_ranks(facts.ranks)] == [1]
+    assert describe_slowness(facts.ranks[1]) == "the others wait for it 25% of a step"
+    assert Chronicle.from_json(story.chronicle.to_json()).facts().ranks == facts.ranks
+    story.start(1)
+    assert story.facts.ranks[1].delay == facts.ranks[1].delay
 
 
 def test_slow_ranks_are_not_named_after_a_few_steps():

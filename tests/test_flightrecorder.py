@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_elastic import compat
+from prefect_torch_elastic.arrivals import KEPT, Arrivals
 from prefect_torch_elastic.node import flightrecorder
 from prefect_torch_elastic.rankstate import RankState
 
@@ -152,3 +153,35 @@ def test_memory_of_gpus_is_noted_with_each_answer(rank, monkeypatch):
     rank.ask(1)
     rank.ask(2)  # the first one is through by then
     assert rank.state.read_all().gpu_memory_bytes == 201
+
+
+# ---------------------------------------------------------------- arrivals
+
+
+def arrive(number: int, at: float, **changed: Any) -> dict[str, Any]:
+    return entry(number, time_created_ns=round(at * 1e9), **changed)
+
+
+def test_arrivals_are_those_of_the_group_of_all_ranks():
+    entries = [
+        arrive(1, 95.0),
+        arrive(4, 99.0),
+        arrive(5, 99.5, profiling_name="gloo:broadcast"),
+        arrive(9, 99.6, group="1", named="undefined"),
+        arrive(5, 99.7, is_p2p=True),
+        arrive(80, 99.1, profiling_name="nccl:all_reduce"),
+    ]
+    found = flightrecorder.find_arrivals(entries, look=5)
+    assert found == Arrivals(look=5, first=4, offsets_us=[-1_000_000, -500_000])
+
+
+def test_arrivals_are_a_few_of_many():
+    entries = [arrive(number, number / 10) for number in range(1, 2001)]
+    found = flightrecorder.find_arrivals(entries, look=10)
+    assert found is not None
+    assert (found.first, len(found.offsets_us), found.offsets_us[-1]) == (2001 - KEPT, KEPT, 0)
+
+
+def test_rank_without_collectives_has_no_arrivals():
+    assert flightrecorder.find_arrivals([], look=5) is None
+    assert flightrecorder.find_arrivals([arrive(1, 99.0, is_p2p=True)], look=5) is None

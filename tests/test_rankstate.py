@@ -9,6 +9,7 @@ import time
 import pytest
 
 from prefect_torch_elastic import rankstate
+from prefect_torch_elastic.arrivals import KEPT, Arrivals
 from prefect_torch_elastic.rankstate import Busy, RankProgress, RankReadings, RankState, StopReason
 
 
@@ -309,3 +310,19 @@ def test_memory_of_the_gpu_is_on_the_page(writer, reader):
 
 def test_page_belongs_to_no_folder(page):
     assert "memfd:pte-test" in os.readlink(f"/proc/self/fd/{page}")
+
+
+def test_arrivals_are_read_as_they_were_noted(writer, reader):
+    assert reader.read_all().arrivals is None
+    whole = Arrivals(look=7, first=100, offsets_us=[-5 * place for place in range(KEPT)])
+    for arrivals in (whole, Arrivals(look=8, first=3, offsets_us=[-2, -1])):
+        writer.note_arrivals(arrivals)
+        assert reader.read_all().arrivals == arrivals
+    writer.report({"loss": 1.0}, step=1, total_steps=None)
+    assert reader.read_all().arrivals == arrivals
+
+
+def test_arrivals_that_are_being_written_are_not_read(writer, reader):
+    writer.note_arrivals(Arrivals(look=7, first=1, offsets_us=[-1]))
+    writer._words[rankstate._ARRIVALS_END] = 0
+    assert reader.read_all().arrivals is None

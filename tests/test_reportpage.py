@@ -116,8 +116,19 @@ def test_report_names_slow_ranks():
     facts = replace(tell_troubled_run().facts, ranks=(*ranks, slow))
 
     text = find_section(render_report(facts).markdown, "Ranks")
-    assert text.startswith("🐢 **Slower than the others: rank 3 (node 1).** The slowest takes 800 ms a step.")
+    expected = "🐢 **Slower than the others: rank 3 (node 1).** Of the slowest: its median step takes 0.8 s."
+    assert text.startswith(expected)
     assert "| 3 | 1 | 90 | 800 ms | 1.25 s |" in text
+
+
+def test_report_names_a_rank_that_the_others_wait_for():
+    ranks = [RankFacts(rank=k, node=0, steps=90, step_seconds=0.5) for k in range(3)]
+    slow = RankFacts(rank=3, node=1, steps=90, step_seconds=0.5, delay=0.34)
+    facts = replace(tell_troubled_run().facts, ranks=(*ranks, slow))
+
+    text = find_section(render_report(facts).markdown, "Ranks")
+    assert "rank 3 (node 1).** Of the slowest: the others wait for it 34% of a step." in text
+    assert "| 3 | 1 | 90 | 500 ms | 34% |" in text
 
 
 def test_report_of_a_run_that_only_waits_is_a_page_too():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from prefect_torch_elastic.arrivals import Arrivals
 from prefect_torch_elastic.node import processes, snapshots
 from prefect_torch_elastic.node.lookout import Lookout
 from prefect_torch_elastic.node.rankprocess import RankProcess
@@ -333,3 +334,13 @@ def test_last_sample_is_told_whenever_it_comes_and_keeps_the_peak_memory(node):
     node.rank.reap()
     (sample,) = take_sample(sampler, node, 100.1, last=True).ranks
     assert sample.memory_bytes == peak
+
+
+def test_arrivals_are_told_once(node):
+    sampler, arrivals = Sampler(), Arrivals(look=3, first=1, offsets_us=[-2, -1])
+    node.rank.state.note_arrivals(arrivals)
+    told = [take_sample(sampler, node, 100.0 + 5 * tick).ranks[0].arrivals for tick in range(2)]
+    newer = Arrivals(look=4, first=9, offsets_us=[-1])
+    node.rank.state.note_arrivals(newer)
+    told.append(take_sample(sampler, node, 106.0).ranks[0].arrivals)
+    assert told == [arrivals, None, newer]

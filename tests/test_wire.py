@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_elastic import wire
+from prefect_torch_elastic.arrivals import Arrivals
 from prefect_torch_elastic.observations import (
     CheckpointSaved,
     EvidenceTaken,
@@ -87,6 +88,9 @@ MESSAGES = [
     Dismiss(exit_code=65),
     NodeLeaves(node=1),
     NodeSample(node=0, round=2, ranks=[RankSample(rank=1, step=7, step_seconds=0.2, busy="save")]),
+    NodeSample(
+        node=0, round=2, ranks=[RankSample(rank=1, arrivals=Arrivals(look=3, first=5, offsets_us=[-2, 1]))]
+    ),
     TakeEvidence(number=3, reason="no step for 20 s"),
     EvidenceTaken(
         node=1,

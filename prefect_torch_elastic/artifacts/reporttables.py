@@ -15,7 +15,13 @@ from prefect_torch_elastic.artifacts.tables import (
     render_table,
     render_time,
 )
-from prefect_torch_elastic.runfacts import IncidentFacts, RankFacts, RunFacts, find_slow_ranks
+from prefect_torch_elastic.runfacts import (
+    IncidentFacts,
+    RankFacts,
+    RunFacts,
+    describe_slowness,
+    find_slow_ranks,
+)
 
 MAX_RANK_ROWS = 32
 MAX_CHECKPOINT_ROWS = 20
@@ -58,13 +64,13 @@ def render_ranks(facts: RunFacts) -> list[str]:
         return []
     shown, note = ranks, ""
     if len(ranks) > MAX_RANK_ROWS:
-        shown = sorted(ranks, key=lambda rank: -rank.step_seconds)[:MAX_RANK_ROWS]
+        shown = sorted(ranks, key=lambda rank: (-rank.delay, -rank.step_seconds))[:MAX_RANK_ROWS]
         note = f"The {MAX_RANK_ROWS} slowest of {len(ranks):,} ranks."
     has_gpu = any(rank.gpu_memory_bytes for rank in ranks)
-    headers = ["rank", "node", "steps", "step p50", "step p95", "longest", "memory", "GPU memory"]
-    width = len(headers) if has_gpu else len(headers) - 1
-    rows = [_render_rank(rank)[:width] for rank in shown]
-    table = render_table(headers[:width], rows, right=range(width))
+    headers = ["rank", "node", "steps", "step p50", "step p95", "longest", "waited for", "memory"]
+    headers += ["GPU memory"] if has_gpu else []
+    rows = [_render_rank(rank)[: len(headers)] for rank in shown]
+    table = render_table(headers, rows, right=range(len(headers)))
     return ["## Ranks", _render_slowest(ranks), note, table]
 
 
@@ -76,6 +82,7 @@ def _render_rank(rank: RankFacts) -> list[str]:
         render_step_time(rank.step_seconds),
         render_step_time(rank.step_p95_seconds),
         render_step_time(rank.longest_seconds),
+        f"{rank.delay:.0%}" if rank.delay >= 0.005 else "",
         render_bytes(rank.memory_bytes),
         render_bytes(rank.gpu_memory_bytes),
     ]
@@ -88,7 +95,7 @@ def _render_slowest(ranks: list[RankFacts]) -> str:
     slowest = max(timed, key=lambda rank: rank.step_seconds)
     if slow := find_slow_ranks(ranks):
         names = ", ".join(f"rank {rank.rank} (node {rank.node})" for rank in slow[:8])
-        return f"🐢 **Slower than the others: {names}.** The slowest takes {_step(slow[0])} a step."
+        return f"🐢 **Slower than the others: {names}.** Of the slowest: {describe_slowness(slow[0])}."
     return f"No rank stands out; the slowest is rank {slowest.rank} with {_step(slowest)} a step."
 
 

@@ -1,4 +1,4 @@
-"""Inside a rank: a thread that writes down the rank's collectives when the agent asks for them.
+"""Inside a rank: a thread that writes down the rank's collectives when the agent asks, and now and then.
 
 torch records the newest collectives of every process group, of gloo as of NCCL. The thread needs Python's
 lock: a rank that holds it in C code writes nothing. Its stacks come from a signal handler, which needs none.
@@ -11,6 +11,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_elastic import compat
+from prefect_torch_elastic.arrivals import KEPT, LOOK_SECONDS, Arrivals
 from prefect_torch_elastic.observations import LastCollective
 from prefect_torch_elastic.rankstate import RankState
 
@@ -46,14 +48,19 @@ def start_listening(news: int, prefix: str, state: RankState) -> None:
 def _listen(news: int, target: Path, state: RankState) -> None:
     poll = select.poll()
     poll.register(news, select.POLLIN)
+    look = int(time.time() // LOOK_SECONDS) + 1
     with suppress(OSError, ValueError):  # the agent is gone, or user code has closed all files
         while True:
-            if poll.poll(_GPU_SECONDS * 1000):
+            wait = min(_GPU_SECONDS, look * LOOK_SECONDS - time.time())
+            if poll.poll(max(0.0, wait) * 1000):
                 lines = os.read(news, 4096).split()
                 if not lines:
                     return
                 _write(target, int(lines[-1]))
                 os.write(news, b"evidence %s\n" % lines[-1])
+            if time.time() >= look * LOOK_SECONDS:
+                _note_arrivals(state, look)
+                look = int(time.time() // LOOK_SECONDS) + 1
             _note_gpu_memory(state)
 
 
@@ -109,6 +116,42 @@ def keep_newest(entries: Sequence[Entry]) -> list[Entry]:
         if counts[counter] <= _KEPT:
             kept.append(entry)
     return kept[::-1]
+
+
+def _note_arrivals(state: RankState, look: int) -> None:
+    with suppress(Exception):  # the rank must not suffer from being looked at
+        if (arrivals := find_arrivals(compat.read_flight_recorder(), look=look)) is not None:
+            state.note_arrivals(arrivals)
+
+
+def find_arrivals(entries: Sequence[Entry], *, look: int) -> Arrivals | None:
+    """Return when the rank came to its newest collectives in the group of all ranks; None without any.
+
+    Of its two counters (gloo and NCCL) the one counts that was used last.
+
+    Args:
+        entries: As torch records them.
+        look: The number of this look.
+    """
+    mine = [entry for entry in entries if not entry.get("is_p2p") and _is_of_all(entry)]
+    if not mine:
+        return None
+    counter = _name_counter(max(mine, key=lambda entry: entry["time_created_ns"]))
+    times = {
+        int(entry["collective_seq_id"]): int(entry["time_created_ns"])
+        for entry in mine
+        if _name_counter(entry) == counter
+    }
+    first = last = max(times)
+    while first - 1 in times and last - first + 1 < KEPT:
+        first -= 1
+    moment = look * int(LOOK_SECONDS) * 1_000_000
+    offsets = [times[number] // 1000 - moment for number in range(first, last + 1)]
+    return Arrivals(look=look, first=first, offsets_us=offsets)
+
+
+def _is_of_all(entry: Entry) -> bool:
+    return "default_pg" in entry.get("process_group", ())
 
 
 def render_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from prefect_torch_elastic.node.memory import read_peak_memory
 from prefect_torch_elastic.node.rankprocess import RankProcess
@@ -20,6 +21,7 @@ class Sampler:
     def __init__(self) -> None:
         self._taken_at = self._told_at = -math.inf
         self._told: object = None
+        self._looks: dict[int, int] = {}  # of each rank, the newest that was told
 
     def sample(
         self, ranks: Sequence[RankProcess], *, node: int, round_number: int, now: float, last: bool = False
@@ -37,11 +39,15 @@ class Sampler:
             return None
         self._taken_at = now
         samples = [sample_rank(rank) for rank in ranks]
-        seen = (round_number, [(one.steps, one.phase, one.busy) for one in samples])
+        looks = {one.rank: one.arrivals.look for one in samples if one.arrivals}
+        seen = (round_number, looks, [(one.steps, one.phase, one.busy) for one in samples])
         if not last and seen == self._told and now - self._told_at < QUIET_SECONDS:
             return None
         self._told, self._told_at = seen, now
-        return NodeSample(node=node, round=round_number, ranks=samples)
+        old = {rank for rank, look in looks.items() if look == self._looks.get(rank)}
+        self._looks = looks
+        told = [replace(one, arrivals=None) if one.rank in old else one for one in samples]
+        return NodeSample(node=node, round=round_number, ranks=told)
 
 
 def sample_rank(rank: RankProcess) -> RankSample:
@@ -66,4 +72,5 @@ def sample_rank(rank: RankProcess) -> RankSample:
         phase_seconds=readings.phase_seconds,
         memory_bytes=rank.peak_memory,
         gpu_memory_bytes=readings.gpu_memory_bytes,
+        arrivals=readings.arrivals,
     )

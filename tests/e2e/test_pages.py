@@ -12,6 +12,7 @@ from uuid import UUID
 import pytest
 
 from prefect_torch_elastic import elastic_task, get_context
+from prefect_torch_elastic.arrivals import LOOK_SECONDS
 from tests.hosted import client, wait_for
 
 if TYPE_CHECKING:
@@ -101,6 +102,34 @@ def test_line_of_an_incident_leads_to_its_page(told: UUID, read_logs: Callable[.
     state: Any = type("State", (), {"state_details": type("Details", (), {"task_run_id": told})})
     lines = read_logs(state, has="the batch has a hole. See ")
     assert any(str(incident.id) in line.message for line in lines)
+
+
+def test_slow_rank_is_named_though_all_ranks_take_equally_long(
+    in_flow: LiveFlow, read_logs: Callable[..., Any], tmp_path: Path
+):
+    @elastic_task(nproc_per_node=2, max_restarts=0, store=str(tmp_path / "store"))
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        context = get_context()
+        until, step, goes_on = time.monotonic() + 2 * LOOK_SECONDS + 5, 0, torch.ones(1)
+        while goes_on.item():
+            time.sleep(0.16 if context.rank == 1 else 0.08)
+            goes_on = torch.tensor([float(time.monotonic() < until)])
+            dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
+            step += 1
+            context.report({}, step=step)
+
+    state = in_flow(lambda: train(return_state=True))
+    assert state.is_completed(), state.message
+    lines = read_logs(state, has="is slow")
+    named = [line.message for line in lines if "is slow" in line.message]
+    assert [line.partition(":")[0] for line in named] == ["Rank 1 on node 0 is slow"]
+    assert "the others wait for it" in named[0]
+    report = read_artifacts(state.state_details.task_run_id)["run-report"].data
+    assert "Slower than the others: rank 1 (node 0)" in report
 
 
 def test_chronicle_is_kept_in_the_run_folder(in_flow: LiveFlow, tmp_path: Path):
