@@ -48,7 +48,7 @@ def fail(how: str, *, lr: float) -> None:
             os._exit(3)
         case "segfault":
             ctypes.string_at(0)
-        case "hang":  # nothing fails: `run_timeout_seconds` ends it
+        case "hang":  # nothing fails: it is found, because the other rank waits for this one
             time.sleep(3600)
         case _:
             raise ValueError(f"`how={how}` is none of {', '.join(WAYS)}. Pass one of them.")

@@ -46,7 +46,7 @@ class RankEvidence:
         exit_code: None while it ran, or when a signal ended it.
         told_to_stop: It ended only after the agent had asked it to.
         stage: How far it came: `start`, `load`, `run`, `result`.
-        reason: The agent's own words for what it saw, such as `was stopped (SIGSTOP) for 5 s`.
+        reason: The agent's own words for what it saw, such as `was stopped (SIGSTOP) for 8 s`.
         oom_killed: The kernel's counter rose while it died; None where there is no counter.
         memory_limit_bytes: The limit of its control group; None without one.
         traceback: Text of the exception, the user's frames last.

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -26,14 +27,17 @@ from prefect_torch_elastic.artifacts.tables import capitalise
 from prefect_torch_elastic.calls import Call
 from prefect_torch_elastic.chronicle import Chronicle
 from prefect_torch_elastic.chronicledoc import render_facts
+from prefect_torch_elastic.diagnosis import diagnose_run_timeout
 from prefect_torch_elastic.dispatch.phases import Phase, find_gang_phase
 from prefect_torch_elastic.errors import StoreError, TransferError
-from prefect_torch_elastic.incidents import Incident, IncidentKind, parse_incident
+from prefect_torch_elastic.evidence import parse_diagnosis
+from prefect_torch_elastic.incidents import Incident, IncidentKind, blame, parse_incident
 from prefect_torch_elastic.publishing import RunPages
 from prefect_torch_elastic.runfacts import GangEnd, RunFacts
 from prefect_torch_elastic.runmemory import RunMemory
 from prefect_torch_elastic.wire import (
     GangEnded,
+    GangStatus,
     IncidentSeen,
     LogLines,
     Message,
@@ -79,6 +83,7 @@ class RunReporter:
         self._load_until = time.monotonic() + LOAD_SECONDS
         self._began_at = clock()
         self._attempt, self._folder = 1, ""
+        self._sentences: list[str] = []  # of the incidents of this gang
         self._has_steps = self._is_suspected = self._is_stopped = False
         self._pages = make_pages(call, self._facts)
         store_url, folder = call.record.store.url, call.identity.folder
@@ -100,6 +105,7 @@ class RunReporter:
             place: Name of this machine.
         """
         self._attempt, self._folder, self._has_steps = attempt, folder, False
+        self._sentences = []
         nodes, at = self._call.spec.max_nodes, self._clock()
 
         def note(chronicle: Chronicle) -> None:
@@ -127,10 +133,10 @@ class RunReporter:
         at = self._clock()
         match message:
             case GangEnded():
-                self._note(partial(self._take_end, message, at))
+                self._take_last(message, at)
             case IncidentSeen():
                 incident = parse_incident(message.incident)
-                self._note(partial(self._take_incident, message, incident, at))
+                self._take_incident(incident, at)
                 if incident.kind is IncidentKind.SUSPICION:
                     self._is_suspected = True
                     self._show(Phase.SUSPECTED, incident.sentence)
@@ -151,6 +157,21 @@ class RunReporter:
             self._keeper.post("load", self._load)  # once more: its thread may not have started
         self._pages.refresh(attempt=self._attempt, has_steps=self._has_steps)
 
+    def _take_last(self, message: GangEnded, at: float) -> None:
+        """Take in how the gang ended; what no rank was to blame for is an incident only now."""
+        if message.status is GangStatus.TIMED_OUT:
+            diagnosis = diagnose_run_timeout(self._call.spec.run_timeout_seconds or 0.0)
+            message = replace(message, diagnosis=asdict(diagnosis))
+        elif message.status is GangStatus.FAILED and message.diagnosis:
+            diagnosis = parse_diagnosis(message.diagnosis)
+        else:
+            diagnosis = None
+        if diagnosis is not None and diagnosis.summary not in self._sentences:
+            number = len(self._sentences) + 1
+            incident = Incident(number=number, kind=IncidentKind.FAILURE, sentence="")
+            self._take_incident(blame(incident, diagnosis), at)
+        self._note(partial(self._take_end, message, at))
+
     def _take_end(self, message: GangEnded, at: float, chronicle: Chronicle) -> None:
         chronicle.take(message, at=at)
         self._tell_end(chronicle, at)
@@ -160,10 +181,12 @@ class RunReporter:
         if gangs and gangs[-1].end is not None:
             self._news.end(gangs[-1].end, at=at, reason=gangs[-1].reason)
 
-    def _take_incident(
-        self, message: IncidentSeen, incident: Incident, at: float, chronicle: Chronicle
-    ) -> None:
-        chronicle.take(message, at=at)
+    def _take_incident(self, incident: Incident, at: float) -> None:
+        self._sentences.append(incident.sentence)
+        self._note(partial(self._note_incident, incident, at))
+
+    def _note_incident(self, incident: Incident, at: float, chronicle: Chronicle) -> None:
+        chronicle.take(IncidentSeen(incident=asdict(incident)), at=at)
         number = len(chronicle.facts().incidents)
         said = partial(self._say, incident, at)
         if number <= MAX_INCIDENTS:

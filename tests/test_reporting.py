@@ -18,9 +18,10 @@ from prefect.states import Pending, Running
 from prefect_torch_elastic.artifacts.gangevents import GangEvent
 from prefect_torch_elastic.artifacts.runpages import MAX_INCIDENTS
 from prefect_torch_elastic.calls import PoolJob
+from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.dispatch.phases import Phase
 from prefect_torch_elastic.errors import StoreError
-from prefect_torch_elastic.incidents import Incident, IncidentKind
+from prefect_torch_elastic.incidents import Incident, IncidentKind, blame
 from prefect_torch_elastic.outcomes import CallRecord
 from prefect_torch_elastic.reporting import RunReporter
 from prefect_torch_elastic.runfacts import GangEnd, RunFacts
@@ -234,6 +235,33 @@ def test_incident_is_a_file_in_the_run_folder_of_which_its_page_tells(run):
     key = place.removeprefix(f"{run.store.url}/")
     assert key == "run/incidents/19700101T001640Z-01-hang.txt"
     assert "Rank 1 sleeps in `load`" in bytes(run.store.get(key)).decode()
+
+
+def test_end_that_no_rank_is_to_blame_for_is_an_incident_too(run):
+    lost = diagnose_lost_launcher(-9)
+    run.begin()
+    run.reporter(GangEnded(status=GangStatus.FAILED, diagnosis=asdict(lost)))
+    facts = run.leave()
+    assert [(one.kind, one.category) for one in facts.incidents] == [(IncidentKind.FAILURE, "LauncherLost")]
+    assert run.pages.incidents == [1]
+
+
+def test_gang_that_took_too_long_says_so_on_a_page_and_in_its_event(run):
+    run.begin()
+    run.reporter(GangEnded(status=GangStatus.TIMED_OUT))
+    facts = run.leave()
+    assert [one.category for one in facts.incidents] == ["TimedOut"]
+    (failed,) = [event for event in run.events if event.event.endswith("gang.failed")]
+    assert "longer than `run_timeout_seconds" in failed.payload["reason"]
+
+
+def test_failure_that_was_judged_is_one_incident(run):
+    diagnosis = diagnose_lost_launcher(1)
+    run.begin()
+    judged = blame(Incident(number=1, kind=IncidentKind.FAILURE, sentence=""), diagnosis)
+    run.reporter(IncidentSeen(incident=asdict(judged)))
+    run.reporter(GangEnded(status=GangStatus.FAILED, diagnosis=asdict(diagnosis)))
+    assert len(run.leave().incidents) == 1
 
 
 def test_incident_without_a_page_is_a_line_all_the_same(tmp_path):

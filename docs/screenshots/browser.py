@@ -102,9 +102,7 @@ class Browser:
         """Return the page as PNG, as it is now."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
-    def show(
-        self, url: str, *, expected: tuple[str, ...], action: str = "", height: int = HEIGHT
-    ) -> bytes:
+    def show(self, url: str, *, expected: tuple[str, ...], action: str = "", height: int = HEIGHT) -> bytes:
         """Open a page and return it as PNG once it is complete and still.
 
         Args:

@@ -216,9 +216,7 @@ def take_pictures(stack: DevStack, program: str, folder: Path) -> None:
     with Browser.start(program) as browser:
         for picture in pictures:
             url = stack.ui_url + picture.path
-            data = browser.show(
-                url, expected=picture.expected, action=picture.action, height=picture.height
-            )
+            data = browser.show(url, expected=picture.expected, action=picture.action, height=picture.height)
             if len(data) > LIMIT_BYTES:
                 raise BrowserError(f"`{picture.name}.png` has {len(data)} bytes, more than {LIMIT_BYTES}.")
             (folder / f"{picture.name}.png").write_bytes(data)
