@@ -125,13 +125,10 @@ class Chronicle:
         self._see(at, phases=(*phases, new)[-MAX_PHASES:])
 
     def note_link(self, number: int, url: str) -> None:
-        """Note where the report of the newest incident with this number is; gangs count their own."""
-        incidents = list(self._facts.incidents)
-        for place in reversed(range(len(incidents))):
-            if incidents[place].number == number:
-                incidents[place] = replace(incidents[place], url=url)
-                break
-        self._facts = replace(self._facts, incidents=tuple(incidents))
+        """Note where the page of an incident is, by its number in the run."""
+        incidents = self._facts.incidents
+        linked = tuple(replace(one, url=url) if one.number == number else one for one in incidents)
+        self._facts = replace(self._facts, incidents=linked)
 
     def take(self, message: Message, *, at: float) -> None:
         """Take in what the gang says; messages that say nothing of a run's course are passed over."""
@@ -142,6 +139,9 @@ class Chronicle:
                     self.begin_incarnation(attempt=1, nodes=1, at=at)
                 if self._gangs.current(message.round) is None:
                     self._delays = Delays(message.world_size)
+                    self._ranks = {
+                        rank: replace(facts, steps=0, delay=0.0) for rank, facts in self._ranks.items()
+                    }
                 self._gangs.start_round(message, at)
             case NodeSample():
                 self._take_samples(message, at)
@@ -213,7 +213,7 @@ class Chronicle:
     def _take_incident(self, incident: Incident, at: float) -> None:
         new = IncidentFacts(
             at=at,
-            number=incident.number,
+            number=self._facts.incident_count + 1,
             kind=incident.kind,
             category=incident.category,
             sentence=incident.sentence[:MAX_CAUSE],
@@ -221,7 +221,8 @@ class Chronicle:
             node=incident.node_rank,
             step=incident.step,
         )
-        self._see(at, incidents=(*self._facts.incidents, new)[-MAX_INCIDENTS:])
+        incidents = (*self._facts.incidents, new)[-MAX_INCIDENTS:]
+        self._see(at, incidents=incidents, incident_count=new.number)
         self._gangs.see_incident(incident, at)
 
     def _take_round_end(self, message: RoundEnded, at: float) -> None:

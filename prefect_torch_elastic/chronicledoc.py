@@ -175,6 +175,7 @@ _check_run = _check_as(
     checkpoint_bytes=check_whole_number,
     checkpoint_stall_seconds=check_number,
     incidents=_check_all(_check_incident),
+    incident_count=check_whole_number,
     step=_opt_integer,
     total_steps=_opt_integer,
     phase=check_text,

@@ -19,6 +19,7 @@ from prefect_torch_elastic.stacks import find_place, read_main_thread
 _DEFAULT_GROUPS = ("0", "default_pg", "0 (default_pg)", "")  # names of the group that has all ranks
 _DEFAULT = _DEFAULT_GROUPS[0]
 _QUEUED = "nccl:"  # of operations that a rank only puts into the queue of its GPU
+_INSIDE_TORCH = "/torch/distributed/"
 _SAME_SIZES = ("all_reduce", "broadcast")  # their inputs have as many elements on all ranks
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
 # What a rank that stands still may do between two looks, seconds apart. A look itself costs some hundredths
@@ -33,10 +34,11 @@ class SplitKind(StrEnum):
     """How ranks are apart.
 
     `behind`: a rank runs, or stands, outside the collective in which others wait; it may still come.
-    The others cannot come together again. `left`: a rank has returned, others wait for it. `different`: other
-    operations, or other shapes, at the same number. `passed`: a rank waits in a collective that the others
-    have left. `crossed`: ranks wait for each other in different groups. The last two are no proof for NCCL:
-    a rank that has put a collective into its GPU's queue goes on, and may still come to the other one.
+    The others cannot come together again. `left`: a rank has returned, and all others wait. `different`:
+    other operations, or other shapes, at the same number. `passed`: a rank waits in a collective that the
+    others have left. `crossed`: ranks wait for each other in different groups. The last two are no proof for
+    ranks that have only started a collective, by `async_op=True` or in the queue of a GPU: they go on, and
+    may still come to the other one.
     """
 
     BEHIND = "behind"
@@ -56,7 +58,7 @@ class Split:
         waiting: Ranks that wait for them.
         sentence: Of it, without a full stop at its end.
         mark: Equal in two looks if the same ranks are apart in the same collectives.
-        is_queued: Whether the collectives were only put into a GPU's queue, which says little of the ranks.
+        is_started: Whether collectives may only have been started by their ranks, which says little of them.
     """
 
     kind: SplitKind
@@ -64,12 +66,12 @@ class Split:
     waiting: tuple[int, ...]
     sentence: str
     mark: str
-    is_queued: bool = False
+    is_started: bool = False
 
     @property
     def is_final(self) -> bool:
         """Whether the ranks cannot come together again, however long one waits."""
-        return self.kind is not SplitKind.BEHIND and not self.is_queued
+        return self.kind is not SplitKind.BEHIND and not self.is_started
 
 
 GroupKey = tuple[str, str]
@@ -93,13 +95,14 @@ def find_split(snapshots: Sequence[RankSnapshot], *, memberships: Memberships = 
     waits = {rank: found for rank, snapshot in living.items() if (found := _waits_in(snapshot, groups))}
     if not waits:
         return None
-    missed = {key for key, rank in memberships if rank in left} if len(waits) == len(living) else ()
-    if left and (split := _find_left(waits, left, missed)):
-        return split
+    if left and len(waits) == len(living):  # else one that runs may be what the others wait for
+        missed = {key for key, rank in memberships if rank in left}
+        if split := _find_left(waits, left, missed):
+            return split
     missing = {rank: _missing(collective, groups) for rank, collective in waits.items()}
     if behind := sorted({rank for ranks in missing.values() for rank in ranks} - waits.keys()):
         return _describe_behind(behind, waits, missing, living)
-    return _find_tangle(waits, missing)
+    return _find_tangle(waits, missing, living)
 
 
 def list_memberships(snapshots: Iterable[RankSnapshot]) -> Memberships:
@@ -142,6 +145,11 @@ def is_same_place(one: RankSnapshot, other: RankSnapshot) -> bool:
     frames = read_main_thread(one.stacks)
     same_frames = bool(frames) and frames == read_main_thread(other.stacks)
     return same_frames and one.step == other.step and one.collectives == other.collectives
+
+
+def is_blocked(snapshot: RankSnapshot) -> bool:
+    """Whether its main thread is inside a call of a collective, and goes on only when that has ended."""
+    return _INSIDE_TORCH in read_main_thread(snapshot.stacks).partition("\n")[0]
 
 
 def _has_worked(one: RankSnapshot, other: RankSnapshot) -> bool:
@@ -297,13 +305,17 @@ def _describe_behind(
     )
 
 
-def _find_tangle(waits: Mapping[int, LastCollective], missing: Mapping[int, set[int]]) -> Split | None:
+def _find_tangle(
+    waits: Mapping[int, LastCollective], missing: Mapping[int, set[int]], living: Mapping[int, RankSnapshot]
+) -> Split | None:
     """Every rank that others wait for waits too: in a collective that they have left, or in another group."""
     awaited = sorted({rank for ranks in missing.values() for rank in ranks})
     if not awaited:
         return None  # all are in the same collective: it is slow, or the network is
     mark = f"tangle {[(rank, _mark(collective)) for rank, collective in sorted(waits.items())]}"
-    is_queued = any(collective.operation.startswith(_QUEUED) for collective in waits.values())
+    is_started = not all(is_blocked(living[rank]) for rank in waits) or any(
+        collective.operation.startswith(_QUEUED) for collective in waits.values()
+    )
     for rank in awaited:
         key, sequence = _key(waits[rank]), waits[rank].sequence
         ahead = sorted(
@@ -316,9 +328,9 @@ def _find_tangle(waits: Mapping[int, LastCollective], missing: Mapping[int, set[
                 kind=SplitKind.PASSED,
                 ranks=(rank,),
                 waiting=tuple(ahead),
-                sentence=_describe_passed(rank, ahead, waits, is_queued=is_queued),
+                sentence=_describe_passed(rank, ahead, waits, is_started=is_started),
                 mark=mark,
-                is_queued=is_queued,
+                is_started=is_started,
             )
     first, second = awaited[0], awaited[-1]
     sentence = (
@@ -332,16 +344,16 @@ def _find_tangle(waits: Mapping[int, LastCollective], missing: Mapping[int, set[
         waiting=waiting,
         sentence=sentence,
         mark=mark,
-        is_queued=is_queued,
+        is_started=is_started,
     )
 
 
 def _describe_passed(
-    rank: int, ahead: list[int], waits: Mapping[int, LastCollective], *, is_queued: bool
+    rank: int, ahead: list[int], waits: Mapping[int, LastCollective], *, is_started: bool
 ) -> str:
     verb = "waits" if len(ahead) == 1 else "wait"
     there = f"{verb} in {_describe(waits[ahead[0]])}"
-    if is_queued:
+    if is_started:
         return (
             f"rank {rank} has called nothing after {_describe(waits[rank])}, and {name_ranks(ahead)} {there}"
         )

@@ -7,10 +7,10 @@ step, the library's saves and loads, `phase(...)` blocks, and what comes after t
 Proof is one of these, the same in looks that lie some seconds apart (a look is the evidence of all
 ranks):
 
-1. *Ranks that cannot come together again*: a rank has returned while others wait in a collective; two
-   operations at one number; a rank that waits in a collective that the others have left; ranks that wait
-   for each other. How long training takes does not matter, so this is looked for in silent gangs and
-   first steps too.
+1. *Ranks that cannot come together again*: a rank has returned while all others wait in a collective; two
+   operations at one number; for half a minute, a rank that waits in a collective that the others have left,
+   or ranks that wait for each other, if all are inside the call of a collective. How long training takes does
+   not matter, so this is looked for in silent gangs and first steps too.
 2. *A rank that stands still while others wait for it*, in a gang that is suspected: it has not entered
    the collective in which they wait, and its stack and its collectives are the same in each look. A slow
    evaluation of all ranks is none: nobody waits, or not for long. A slow one of a single rank is none as
@@ -25,8 +25,8 @@ ranks):
    nothing, progress is a new collective, and some rank must be waiting in one for ranks that move no more:
    a gang that does not communicate owes nobody anything.
 
-Of collectives of NCCL less is known: a rank puts them into the queue of its GPU and goes on. That one rank is
-ahead of another in that queue is no proof of the first kind, whatever their groups.
+Of collectives that are only started less is known (`async_op=True`, and all of NCCL, which go into the queue
+of a GPU): the rank goes on. That one rank is ahead of another in them is no proof of the first kind.
 
 Ranks that died or were stopped need no watcher: their agents see that.
 """
@@ -44,6 +44,7 @@ from prefect_torch_elastic.collectives import (
     SplitKind,
     describe_common_wait,
     find_split,
+    is_blocked,
     is_same_place,
     list_memberships,
     say_of_ranks,
@@ -56,6 +57,7 @@ from prefect_torch_elastic.stalls import StallClock, Work
 SAME_SECONDS = 4.0  # between looks that show the same, for a proof
 MOVED_SECONDS = 30.0  # the same, for a rank that has moved in this stall
 SILENT_SUSPICION_SECONDS = 60.0
+_TANGLES = (SplitKind.PASSED, SplitKind.CROSSED)  # told by the newest collectives alone: looked at for longer
 SLACK_SECONDS = 3.0  # what a look may take: so much younger is the stall in its evidence
 # The innermost frame of a rank that waits for others in a save or a load.
 _MEETINGS = ("/checkpoint/peers.py", "/checkpoint/saving.py")
@@ -135,10 +137,12 @@ class HangWatch:
         """
         looks = self._looks
         self._memberships |= list_memberships(snapshots)
-        is_whole = len(snapshots) == self._world_size
+        is_whole = len(snapshots) == self._world_size and all(map(_is_known, snapshots))
         looks.add(snapshots, now, find_split(snapshots, memberships=self._memberships) if is_whole else None)
-        if looks.split and looks.split.is_final and looks.apart_seconds >= SAME_SECONDS:
-            return _blame(Category.COLLECTIVES_APART, looks.split)
+        if looks.split and looks.split.is_final:
+            needed = MOVED_SECONDS if looks.split.kind in _TANGLES else SAME_SECONDS
+            if looks.apart_seconds >= needed:
+                return _blame(Category.COLLECTIVES_APART, looks.split)
         work = self._clock.work
         match work:
             case Work.STEPS:
@@ -218,6 +222,11 @@ class HangWatch:
         """Whether the evidence is newer than the samples, of which some may have been lost."""
         idle = [one.idle_seconds for rank, one in self._looks.newest.items() if self._clock.reports(rank)]
         return min(idle, default=math.inf) < self._clock.patience_seconds - SLACK_SECONDS
+
+
+def _is_known(snapshot: RankSnapshot) -> bool:
+    """Whether it is clear where the rank is: in no collective, if it is silent and busy elsewhere."""
+    return snapshot.has_answered or not snapshot.is_alive or not is_blocked(snapshot)
 
 
 def _waits_in_meeting(snapshot: RankSnapshot) -> bool:

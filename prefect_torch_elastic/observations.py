@@ -92,6 +92,7 @@ class RankSnapshot:
         stacks: Of all its threads, cut.
         files: Where the whole evidence lies, on the machine of the rank.
         collectives: The newest one of each process group.
+        has_answered: Whether it has said what they are; one that holds Python's lock in C code does not.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class RankSnapshot:
     stacks: str = ""
     files: list[str] = field(default_factory=list[str])
     collectives: list[LastCollective] = field(default_factory=list[LastCollective])
+    has_answered: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

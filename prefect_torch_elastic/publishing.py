@@ -72,7 +72,15 @@ class RunPages:
             self._courier.post("metrics", metrics, every_seconds=runpages.METRICS_SECONDS)
 
     def add_incident(
-        self, incident: Incident, *, number: int, at: float, evidence: str, folder: str, said: Said
+        self,
+        incident: Incident,
+        *,
+        number: int,
+        at: float,
+        evidence: str,
+        folder: str,
+        said: Said,
+        linked: Said,
     ) -> None:
         """Publish the page of an incident, and call `said` with its address, or without one if it has none.
 
@@ -83,6 +91,7 @@ class RunPages:
             evidence: Where its file in the run folder is.
             folder: Where the files of the ranks are.
             said: Called once, in any thread, at the latest when the run's pages are closed.
+            linked: Called with the address once there is one, which may be after `said` was told of none.
         """
         slot = f"incident {number}"
 
@@ -94,6 +103,8 @@ class RunPages:
                         incident, facts, number=number, at=at, evidence=evidence, folder=folder
                     )
                     link = self._publish(page)
+                    if link:
+                        linked(link)
                     if link and slot not in self._unsaid:  # the API was away
                         self._log.info("The page of an incident before: %s", link)
             finally:

@@ -103,7 +103,8 @@ class RankReadings:
         step_seconds: Median of the steps; 0 before the second report.
         step_p95_seconds: Of 20 steps 19 took no longer.
         longest_seconds: The longest time between two reports, with all that lies in between.
-        load_seconds, save_seconds, phase_seconds: Sums up to now. A save in a phase is a save.
+        load_seconds, save_seconds, phase_seconds: Sums since the first report, before it since the start. A
+            save in a phase is a save.
         gpu_memory_bytes: Memory of its GPUs at its highest; 0 without one.
         arrivals: When it came to its newest collectives; None before the first look.
     """
@@ -152,6 +153,8 @@ class RankState:
         now = time.monotonic_ns()
         self._step, self._metrics = step, metrics
         self._total = _UNKNOWN if total_steps is None else total_steps
+        if not self._reported_at:  # what came before the first step is of the start
+            self._forget_sums()
         gap = now - self._reported_at if self._reported_at else 0
         # a step that ends inside of a phase is a step: the phase counts from its last one
         apart, self._apart, self._reported_at = self._apart, 0, now
@@ -254,6 +257,11 @@ class RankState:
         self._busy = what
         self._write(now)
         return before
+
+    def _forget_sums(self) -> None:
+        self._sums = dict.fromkeys(self._sums, 0)
+        for word in self._sums:
+            self._words[word] = 0
 
     def _account(self, now: int) -> None:
         """Count the time since the last mark, unless it belongs to a step."""

@@ -22,7 +22,7 @@ from prefect_torch_elastic.artifacts.courier import Courier
 from prefect_torch_elastic.artifacts.evidencefile import render_evidence, render_evidence_key
 from prefect_torch_elastic.artifacts.gangevents import EventSource, GangEvent, emit
 from prefect_torch_elastic.artifacts.gangnews import GangNews
-from prefect_torch_elastic.artifacts.runpages import MAX_INCIDENTS
+from prefect_torch_elastic.artifacts.runpages import has_page
 from prefect_torch_elastic.artifacts.tables import capitalise
 from prefect_torch_elastic.calls import Call
 from prefect_torch_elastic.chronicle import Chronicle
@@ -85,6 +85,8 @@ class RunReporter:
         self._attempt, self._folder = 1, ""
         self._sentences: list[str] = []  # of the incidents of this gang
         self._has_steps = self._is_suspected = self._is_stopped = False
+        self._has_lines_only = False
+        self._may_save = True
         self._pages = make_pages(call, self._facts)
         store_url, folder = call.record.store.url, call.identity.folder
         self._news = GangNews(_describe_source(call), store_url=store_url, folder=folder, send=send)
@@ -187,17 +189,26 @@ class RunReporter:
 
     def _note_incident(self, incident: Incident, at: float, chronicle: Chronicle) -> None:
         chronicle.take(IncidentSeen(incident=asdict(incident)), at=at)
-        number = len(chronicle.facts().incidents)
+        facts = chronicle.facts()
+        number = facts.incident_count
         said = partial(self._say, incident, at)
-        if number <= MAX_INCIDENTS:
+        if has_page(incident, facts):
             evidence = self._keep_evidence(incident, number, at)
             self._pages.add_incident(
-                incident, number=number, at=at, evidence=evidence, folder=self._folder, said=said
+                incident,
+                number=number,
+                at=at,
+                evidence=evidence,
+                folder=self._folder,
+                said=said,
+                linked=lambda link: self._note(lambda chronicle: chronicle.note_link(number, link)),
             )
         else:
-            if number == MAX_INCIDENTS + 1:
-                self._log.warning("Incidents after the first %s have no page, but this line.", MAX_INCIDENTS)
+            if not self._has_lines_only:
+                self._log.warning("There have been many incidents: further ones have no page, but a line.")
+            self._has_lines_only = True
             said("")
+        self._keeper.post("save an incident", self._save)  # whoever comes next has to count on from it
 
     def _keep_evidence(self, incident: Incident, number: int, at: float) -> str:
         """Let an incident be written into the run folder, and return where it will be."""
@@ -217,8 +228,6 @@ class RunReporter:
         level = logging.WARNING if is_warning else logging.ERROR
         self._log.log(level, "%s", f"{text} See {link}" if link else text)
         self._news.tell_incident(incident, at=at, link=link)
-        if link:
-            self._note(lambda chronicle: chronicle.note_link(incident.number, link))
 
     def _show(self, phase: Phase, message: str) -> None:
         self._pages.show_state(lambda: self._call.show(phase, message))
@@ -236,7 +245,8 @@ class RunReporter:
         at = self._clock()
         deadline = time.monotonic() + within_seconds
         self._note(lambda chronicle: chronicle.end(at=at))
-        self._is_loaded.wait(within_seconds * _LOAD_SHARE)  # of a gang that was over at once
+        if not self._is_loaded.wait(within_seconds * _LOAD_SHARE):  # of a gang that was over at once
+            self._give_up_loading()
         self._pages.refresh(attempt=self._attempt, has_steps=self._has_steps)
         for_pages = deadline - within_seconds * (1 - _PAGES_SHARE) - time.monotonic()
         self._pages.close(within_seconds=max(0.0, for_pages))
@@ -286,6 +296,13 @@ class RunReporter:
             self._safely(partial(note, chronicle))
         self._is_loaded.set()
 
+    def _give_up_loading(self) -> None:
+        """Tell of this gang alone, and leave what the run folder has of those before as it is."""
+        with self._lock:
+            if self._chronicle is None:
+                self._may_save = False
+                self._go_on(Chronicle(self._make_facts()))
+
     def _make_facts(self) -> RunFacts:
         call = self._call
         job, spec = call.job, call.spec
@@ -301,7 +318,7 @@ class RunReporter:
     def _save(self) -> None:
         with self._lock:
             facts = self._chronicle.facts() if self._chronicle else None
-        if facts is not None:
+        if facts is not None and self._may_save:
             self._memory.save(render_facts(facts))  # it is long, and the gang waits for the lock
 
     def _read_phases(self, client: SyncPrefectClient) -> None:

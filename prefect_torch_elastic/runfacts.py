@@ -158,7 +158,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class IncidentFacts:
-    """An incident in one line; the whole is an artifact of its own, at `url` once it is published."""
+    """An incident in one line, `number` in the run; its page is at `url` once it is published."""
 
     at: float
     number: int
@@ -196,7 +196,8 @@ class RunFacts:
         ranks: All that were seen, in order.
         checkpoints: The newest ones, in order.
         checkpoint_count, checkpoint_bytes, checkpoint_stall_seconds: Over all.
-        incidents: In order.
+        incidents: The newest ones, in order.
+        incident_count: Over all.
         step, total_steps, phase, metrics: As rank 0 reported last.
         steps_per_second: Over its last reports, 0 if unknown.
         curves: Of the metrics that are numbers.
@@ -217,6 +218,7 @@ class RunFacts:
     checkpoint_bytes: int = 0
     checkpoint_stall_seconds: float = 0.0
     incidents: tuple[IncidentFacts, ...] = ()
+    incident_count: int = 0
     step: int | None = None
     total_steps: int | None = None
     phase: str = ""

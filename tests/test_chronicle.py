@@ -184,11 +184,11 @@ def test_chronicle_keeps_since_when_a_phase_lasts_when_only_its_words_change():
     assert [(phase.at, phase.message) for phase in story.facts.phases] == [(BEGIN, "place 2")]
 
 
-def test_chronicle_links_the_newest_incident_of_a_number():
+def test_chronicle_links_an_incident_by_its_number_in_the_run():
     story = Story().begin().start().incident(IncidentKind.FAILURE)
-    story.incidents = 0
+    story.incidents = 0  # the next gang counts its own
     story.incident(IncidentKind.FAILURE)
-    story.chronicle.note_link(1, "http://here")
+    story.chronicle.note_link(2, "http://here")
 
     assert [incident.url for incident in story.facts.incidents] == ["", "http://here"]
 
@@ -290,7 +290,7 @@ def test_rank_that_the_others_wait_for_is_slow_though_all_take_equally_long():
     assert describe_slowness(facts.ranks[1]) == "the others wait for it 25% of a step"
     assert Chronicle.from_json(story.chronicle.to_json()).facts().ranks == facts.ranks
     story.start(1)
-    assert story.facts.ranks[1].delay == facts.ranks[1].delay
+    assert find_slow_ranks(story.facts.ranks) == []  # of another round, of perhaps fewer ranks
 
 
 def test_slow_ranks_are_not_named_after_a_few_steps():

@@ -25,6 +25,10 @@ SLEEPING = """Current thread 0x00007f7d0f1f9b80 (most recent call first):
 Thread 0x00007f7d0e6a56c0 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 982 in run
 """
+BLOCKED = """Current thread 0x00007f7d0f1f9b80 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3190 in all_reduce
+  File "/home/me/train.py", line 44 in train
+"""
 # Written by py-spy 0.4.
 SPY = """Process 71: python -m prefect_torch_elastic.node
 Python v3.11.7 (/usr/bin/python3.11)
@@ -130,6 +134,12 @@ def test_returned_rank_is_blamed_for_another_group_only_if_it_was_seen_there():
     assert (found.kind, found.ranks, found.waiting) == (SplitKind.LEFT, (0,), (1,))
 
 
+def test_returned_rank_is_not_blamed_while_a_third_one_has_not_come_yet():
+    # it has sent its part of the gather, and the one that computes is what the others wait for
+    found = split(rank(0, calls(4, "gather")), rank(1, alive=False), rank(2, calls(3, done=True)))
+    assert (found.kind, found.ranks, found.waiting) == (SplitKind.BEHIND, (2,), (0,))
+
+
 @pytest.mark.parametrize("name", ["0", "default_pg", "0 (default_pg)"])
 def test_group_of_all_ranks_is_known_by_each_of_its_names(name):
     found = split(rank(0, alive=False), rank(1, calls(4, group=name)))
@@ -163,7 +173,8 @@ def test_shapes_of_a_scatter_may_differ():
 
 
 def test_rank_that_waits_in_a_collective_that_the_others_have_left_is_named():
-    found = split(rank(0, calls(8)), rank(1, calls(7)))
+    found = split(rank(0, calls(8), stacks=BLOCKED), rank(1, calls(7), stacks=BLOCKED))
+    assert found.is_final
     assert (found.kind, found.ranks, found.waiting) == (SplitKind.PASSED, (1,), (0,))
     assert found.sentence == (
         "rank 1 waits in all_reduce #7, which rank 0 already left: it waits in all_reduce #8"
@@ -172,10 +183,10 @@ def test_rank_that_waits_in_a_collective_that_the_others_have_left_is_named():
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_named_both():
     found = split(
-        rank(0, calls(4, group="a"), calls(6, done=True, group="b")),
-        rank(1, calls(3, done=True, group="a"), calls(7, group="b")),
+        rank(0, calls(4, group="a"), calls(6, done=True, group="b"), stacks=BLOCKED),
+        rank(1, calls(3, done=True, group="a"), calls(7, group="b"), stacks=BLOCKED),
     )
-    assert (found.kind, found.ranks) == (SplitKind.CROSSED, (0, 1))
+    assert (found.kind, found.ranks, found.is_final) == (SplitKind.CROSSED, (0, 1), True)
     assert "all_reduce #4 of process group a" in found.sentence
 
 
@@ -183,6 +194,16 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_named_both():
     "snapshots",
     [
         pytest.param([rank(0, calls(8, backend="nccl")), rank(1, calls(7, backend="nccl"))], id="passed"),
+        pytest.param(
+            [rank(0, calls(8), stacks=SLEEPING), rank(1, calls(7), stacks=BLOCKED)], id="async, passed"
+        ),
+        pytest.param(
+            [
+                rank(0, calls(2, group="a"), calls(1, done=True, group="b"), stacks=SLEEPING),
+                rank(1, calls(1, done=True, group="a"), calls(2, group="b"), stacks=SLEEPING),
+            ],
+            id="async, crossed",
+        ),
         pytest.param(
             [
                 rank(0, calls(4, group="a", backend="nccl"), calls(6, done=True, group="b", backend="nccl")),
@@ -192,7 +213,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_named_both():
         ),
     ],
 )
-def test_queues_of_gpus_are_never_final(snapshots):
+def test_collectives_that_are_only_started_are_never_final(snapshots):
     found = split(*snapshots)
     assert found.kind in (SplitKind.PASSED, SplitKind.CROSSED)
     assert not found.is_final

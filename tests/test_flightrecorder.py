@@ -185,3 +185,13 @@ def test_arrivals_are_a_few_of_many():
 def test_rank_without_collectives_has_no_arrivals():
     assert flightrecorder.find_arrivals([], look=5) is None
     assert flightrecorder.find_arrivals([arrive(1, 99.0, is_p2p=True)], look=5) is None
+
+
+def test_group_that_was_made_again_counts_from_one():
+    entries = [arrive(number, 90 + number) for number in range(1, 6)]
+    entries += [arrive(1, 97.0), arrive(2, 98.0, retired=False)]
+    (last,) = flightrecorder.find_last(entries)
+    assert (last.sequence, last.is_done) == (2, False)
+    assert flightrecorder.find_arrivals(entries, look=5) == Arrivals(
+        look=5, first=1, offsets_us=[-3_000_000, -2_000_000]
+    )

@@ -551,6 +551,24 @@ def test_suspected_gang_is_told_once_and_when_it_goes_on(play, monkeypatch):
     assert gang.verdicts(0) == []
 
 
+def test_preemption_is_told_with_what_the_ranks_do_now_and_not_with_an_older_look(play, monkeypatch):
+    monkeypatch.setattr(stalls, "LEAST_SECONDS", 0.0)
+    gang = play(nnodes=1)
+    gang.start(0, nodes=1)
+    ranks = [RankSample(rank=rank, step=5, steps=5, step_seconds=0.1, idle_seconds=30.0) for rank in (0, 1)]
+    gang.say(0, NodeSample(node=0, round=1, ranks=ranks))
+    gang.gang.step(None, 0.0)
+    gang.answer(0, stand(0, 7, step=5), stand(1, 7, step=5))
+    gang.gang.step(None, 0.0)
+    ranks = [RankSample(rank=rank, step=900, steps=900, step_seconds=0.1) for rank in (0, 1)]
+    gang.say(0, NodeSample(node=0, round=1, ranks=ranks))
+    gang.gang.stop(StopGang(reason=StopReason.PREEMPTED, grace_seconds=30.0))
+    incident = gang.incidents[-1]
+    assert (incident.kind, incident.step, incident.stacks) == (IncidentKind.PREEMPTION, 900, [])
+    assert [row.step for row in incident.ranks] == [900, 900]
+    assert all(not row.collective for row in incident.ranks)
+
+
 def test_answer_to_an_older_request_is_not_mixed_in(play, impatient):
     gang = play(nnodes=1)
     gang.start(0, nodes=1)

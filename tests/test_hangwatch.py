@@ -40,6 +40,8 @@ class Watched:
         self.looks = 0
         self.ended: list[float | None] = []
         self.missing = set[int]()
+        self.silent = set[int]()
+        self.blocked = set[int]()
 
     def train(self, steps: int = 5, *, longest: float = STEP_SECONDS) -> Watched:
         """Let all ranks finish steps."""
@@ -90,6 +92,7 @@ class Watched:
             group=self.group, sequence=number, operation=self.operations[rank], is_done=done
         )
         file = "checkpoint/peers.py" if self.lines[rank] < 0 else "train.py"
+        file = "torch/distributed/distributed_c10d.py" if rank in self.blocked else file
         return RankSnapshot(
             rank=rank,
             is_alive=rank not in self.gone,
@@ -98,7 +101,8 @@ class Watched:
             busy=str(self.facts[rank].get("busy", "")),
             stacks=stack(self.lines[rank], file),
             efforts={"7": [0.0, self.now * 1e6 * (rank in self.writing), 0.0]},
-            collectives=[newest] if number and rank not in self.gone else [],
+            collectives=[newest] if number and rank not in self.gone | self.silent else [],
+            has_answered=rank not in self.silent,
         )
 
     def hold_up(self, rank: int = 1) -> Watched:
@@ -162,6 +166,28 @@ def test_rank_that_writes_in_one_frame_is_no_proof_until_it_stops():
     watched.writing = set()
     ((_, finding),) = watched.wait(150)
     assert (finding.category, finding.ranks) == (Category.HANG, (1,))
+
+
+def test_rank_that_does_not_say_where_it_waits_is_not_blamed():
+    # all are in one slow collective, and the thread of rank 1 that would say so is gone
+    watched = Watched().train().hold_up()
+    watched.silent, watched.blocked = {1}, {1}
+    assert [finding.category for _, finding in watched.wait(300.0)] == [None]
+
+
+def test_rank_that_cannot_answer_and_is_in_no_collective_is_blamed():
+    watched = Watched().train().hold_up()
+    watched.silent = {1}
+    [(_, proof)] = [found for found in watched.wait(60.0) if found[1].category]
+    assert (proof.category, proof.ranks) == (Category.HANG, (1,))
+
+
+def test_ranks_that_pass_each_other_are_proof_after_half_a_minute():
+    watched = Watched()
+    watched.calls, watched.blocked = {0: (8, False), 1: (7, False)}, {0, 1}
+    [(_, proof)] = [found for found in watched.wait(120.0) if found[1].category]
+    assert (proof.category, proof.ranks) == (Category.COLLECTIVES_APART, (1,))
+    assert watched.now - 100.0 >= 30.0
 
 
 def test_rank_that_has_moved_in_this_stall_has_to_stand_still_for_longer():

@@ -97,13 +97,15 @@ def test_pages_are_changed_in_place_by_the_next_process(shown: Shown):
 
 
 def test_incident_has_a_page_and_its_address_is_said(shown: Shown):
-    said: list[str] = []
+    said, linked = list[str](), list[str]()
     incident = Incident(number=1, kind=IncidentKind.FAILURE, category="UserError", sentence="it broke")
-    shown.pages.add_incident(incident, number=3, at=1050.0, evidence="", folder="/attempt", said=said.append)
+    shown.pages.add_incident(
+        incident, number=3, at=1050.0, evidence="", folder="/attempt", said=said.append, linked=linked.append
+    )
     shown.pages.close(within_seconds=20.0)
     page = shown.read()["incident-gpt-3"]
     assert "It broke" in page.data
-    assert said == [f"{UI}/artifacts/artifact/{page.id}"]
+    assert said == linked == [f"{UI}/artifacts/artifact/{page.id}"]
 
 
 def test_page_of_a_job_leads_to_the_report_of_its_task():
@@ -129,12 +131,14 @@ def test_api_that_is_away_is_said_once_and_holds_nobody_up(shown: Shown, caplog:
 
     caplog.set_level(logging.CRITICAL)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        said: list[str] = []
+        said, linked = list[str](), list[str]()
         incident = Incident(number=1, kind=IncidentKind.FAILURE, sentence="it broke")
-        shown.pages.add_incident(incident, number=1, at=1.0, evidence="", folder="", said=said.append)
+        shown.pages.add_incident(
+            incident, number=1, at=1.0, evidence="", folder="", said=said.append, linked=linked.append
+        )
         shown.pages.refresh(attempt=1, has_steps=True)
         shown.pages.close(within_seconds=1.0)
-    assert said == [""]
+    assert (said, linked) == ([""], [])
     assert len([line for line in shown.lines if "does not answer" in line]) <= 1
     assert shown.read() == {}
 

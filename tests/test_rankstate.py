@@ -326,3 +326,17 @@ def test_arrivals_that_are_being_written_are_not_read(writer, reader):
     writer.note_arrivals(Arrivals(look=7, first=1, offsets_us=[-1]))
     writer._words[rankstate._ARRIVALS_END] = 0
     assert reader.read_all().arrivals is None
+
+
+def test_phases_and_saves_before_the_first_step_are_of_the_start(writer, reader):
+    writer.enter_phase("compile")
+    with writer.busy(Busy.SAVE):
+        time.sleep(0.05)
+    writer.enter_phase("")
+    assert reader.read_all().save_seconds >= 0.05
+    writer.report({}, step=1, total_steps=None)
+    seen = reader.read_all()
+    assert (seen.phase_seconds, seen.save_seconds, seen.load_seconds) == (0.0, 0.0, 0.0)
+    with writer.busy(Busy.SAVE):
+        time.sleep(0.05)
+    assert 0.05 <= reader.read_all().save_seconds < 0.1

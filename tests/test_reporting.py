@@ -16,7 +16,7 @@ import pytest
 from prefect.states import Pending, Running
 
 from prefect_torch_elastic.artifacts.gangevents import GangEvent
-from prefect_torch_elastic.artifacts.runpages import MAX_INCIDENTS
+from prefect_torch_elastic.artifacts.runpages import MAX_INCIDENTS, MAX_WARNINGS
 from prefect_torch_elastic.calls import PoolJob
 from prefect_torch_elastic.diagnosis import diagnose_lost_launcher
 from prefect_torch_elastic.dispatch.phases import Phase
@@ -39,6 +39,7 @@ from prefect_torch_elastic.wire import (
     RankInfo,
     RanksStarted,
 )
+from tests.hosted import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -61,10 +62,20 @@ class Pages:
         self.refreshed.append((attempt, has_steps))
 
     def add_incident(
-        self, incident: Any, *, number: int, at: float, evidence: str, folder: str, said: Any
+        self,
+        incident: Any,
+        *,
+        number: int,
+        at: float,
+        evidence: str,
+        folder: str,
+        said: Any,
+        linked: Any,
     ) -> None:
         self.incidents.append(number)
         self.evidence.append(evidence)
+        if self.link:
+            linked(self.link)
         said(self.link)
 
     def show_state(self, show: Callable[[], None]) -> None:
@@ -280,6 +291,37 @@ def test_incidents_have_a_page_up_to_a_number_and_a_line_after_it(run):
     assert run.pages.incidents == list(range(1, MAX_INCIDENTS + 1))
     assert sum("sleeps" in text for _, text in run.lines) == MAX_INCIDENTS + 3
     assert sum("have no page" in text for _, text in run.lines) == 1
+
+
+def test_failure_after_many_preemptions_has_a_page(run):
+    run.begin()
+    for number in range(1, MAX_WARNINGS + 6):
+        run.tell(IncidentKind.PREEMPTION, number)
+    run.tell(IncidentKind.FAILURE, MAX_WARNINGS + 6)
+    run.end(GangStatus.FAILED)
+    assert run.pages.incidents == [*range(1, MAX_WARNINGS + 1), MAX_WARNINGS + 6]
+
+
+def test_incident_is_in_the_chronicle_at_once(run):
+    run.begin()
+    run.tell(IncidentKind.FAILURE)
+    wait_for(lambda: (kept := run.memory.load()) is not None and kept.facts().incident_count == 1)
+    run.open()  # the process before was killed
+    run.begin()
+    run.tell(IncidentKind.FAILURE)
+    assert len(run.end(GangStatus.FAILED).incidents) == 2
+    assert run.pages.incidents == [2]
+
+
+def test_gang_that_is_over_before_the_run_folder_answers_is_told_of(silent):
+    silent.begin()
+    silent.tell(IncidentKind.FAILURE)
+    silent.reporter(GangEnded(status=GangStatus.FAILED))
+    silent.reporter.stop(GangEnd.FAILED)
+    silent.reporter.close()
+    assert silent.pages.incidents == [1]
+    assert [event.event.rpartition(".")[2] for event in silent.events][-1] == "failed"
+    assert not list(silent.store.list("run/calls/"))
 
 
 def test_state_is_suspected_until_the_gang_moves_again(run):

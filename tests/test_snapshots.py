@@ -42,12 +42,20 @@ def test_stacks_begin_with_the_main_thread_and_leave_out_our_own():
     assert snapshots.order_stacks("\n\n".join([LISTENER, LOADER, MAIN]) + "\n") == f"{MAIN}\n\n{LOADER}"
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"number": 4, "last": [{}]}'], ids=["empty", "torn", "older"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="empty"),
+        pytest.param("{", id="torn"),
+        pytest.param('{"number": 4, "last": [{}]}', id="older"),
+        pytest.param('{"number": 5, "last": [], "problem": "RuntimeError: no"}', id="unreadable"),
+    ],
+)
 def test_collectives_that_are_not_of_this_request_are_none(tmp_path, text):
     path = tmp_path / "rank-0.collectives.json"
     path.write_text(text)
-    assert snapshots.read_collectives(path, 5) == []
-    assert snapshots.read_collectives(tmp_path / "none", 5) == []
+    assert snapshots.read_collectives(path, 5) is None
+    assert snapshots.read_collectives(tmp_path / "none", 5) is None
 
 
 # ---------------------------------------------------------------- real ranks

@@ -11,13 +11,14 @@ from prefect_torch_elastic.artifacts.progresspage import render_metrics, render_
 from prefect_torch_elastic.artifacts.publisher import ArtifactKind, Document, render_key
 from prefect_torch_elastic.artifacts.reportpage import render_report
 from prefect_torch_elastic.artifacts.tables import Page, escape_markdown
-from prefect_torch_elastic.incidents import Incident
+from prefect_torch_elastic.incidents import Incident, IncidentKind
 from prefect_torch_elastic.runfacts import RunFacts
 
 PROGRESS_SECONDS = 15.0
 METRICS_SECONDS = 30.0
 REPORT_SECONDS = 30.0
-MAX_INCIDENTS = 20
+MAX_INCIDENTS = 20  # that ended ranks, in a run
+MAX_WARNINGS = 10  # suspicions and preemptions
 
 
 def make_progress(facts: RunFacts, *, attempt: int) -> Document:
@@ -56,6 +57,16 @@ def make_incident(
     """
     page = render_incident(incident, title=facts.title, at=at, evidence=evidence, folder=folder)
     return _make(render_key("incident", facts.run_key, number), page)
+
+
+def has_page(incident: Incident, facts: RunFacts) -> bool:
+    """Whether the newest incident has a page: one that ended ranks does not give way to warnings."""
+    same = [one for one in facts.incidents if _is_warning(one.kind) == _is_warning(incident.kind)]
+    return len(same) <= (MAX_WARNINGS if _is_warning(incident.kind) else MAX_INCIDENTS)
+
+
+def _is_warning(kind: IncidentKind) -> bool:
+    return kind in (IncidentKind.SUSPICION, IncidentKind.PREEMPTION)
 
 
 def make_pointer(facts: RunFacts, *, link: str, flow_run_id: str) -> Document:

@@ -83,15 +83,13 @@ def _write(target: Path, number: int) -> None:
 def find_last(entries: Sequence[Entry]) -> list[LastCollective]:
     """Return the newest collective of each process group; sends and receives between two ranks are none.
 
-    A group that has gloo for CPUs and NCCL for GPUs counts the collectives of each by themselves: it has two.
+    The newest is the one that was recorded last: a group that is made again counts from 1. A group that has
+    gloo for CPUs and NCCL for GPUs counts the collectives of each by themselves: it has two.
     """
     last: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         if not entry.get("is_p2p"):
-            counter = _name_counter(entry)
-            before = last.get(counter)
-            if before is None or entry["collective_seq_id"] >= before["collective_seq_id"]:
-                last[counter] = entry
+            last[_name_counter(entry)] = entry
     return [
         LastCollective(
             group=group,
@@ -136,18 +134,17 @@ def find_arrivals(entries: Sequence[Entry], *, look: int) -> Arrivals | None:
     mine = [entry for entry in entries if not entry.get("is_p2p") and _is_of_all(entry)]
     if not mine:
         return None
-    counter = _name_counter(max(mine, key=lambda entry: entry["time_created_ns"]))
-    times = {
-        int(entry["collective_seq_id"]): int(entry["time_created_ns"])
-        for entry in mine
-        if _name_counter(entry) == counter
-    }
-    first = last = max(times)
-    while first - 1 in times and last - first + 1 < KEPT:
-        first -= 1
+    newest = max(mine, key=lambda entry: entry["time_created_ns"])
     moment = look * int(LOOK_SECONDS) * 1_000_000
-    offsets = [times[number] // 1000 - moment for number in range(first, last + 1)]
-    return Arrivals(look=look, first=first, offsets_us=offsets)
+    first, offsets = int(newest["collective_seq_id"]) + 1, list[int]()
+    for entry in reversed(mine):
+        if _name_counter(entry) != _name_counter(newest):
+            continue
+        if int(entry["collective_seq_id"]) != first - 1 or len(offsets) == KEPT:
+            break
+        first -= 1
+        offsets.insert(0, int(entry["time_created_ns"]) // 1000 - moment)
+    return Arrivals(look=look, first=first, offsets_us=offsets) if offsets else None
 
 
 def _is_of_all(entry: Entry) -> bool:
@@ -178,7 +175,7 @@ def _name_counter(entry: Entry) -> tuple[str, str]:
 
 def _note_gpu_memory(state: RankState) -> None:
     cuda = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
-        return
-    sizes = [cuda.max_memory_reserved(device) for device in range(cuda.device_count())]
-    state.note_gpu_memory(sum(sizes))
+    with suppress(Exception):  # torch may be half imported, and other allocators do not count
+        if cuda is not None and cuda.is_initialized():
+            sizes = [cuda.max_memory_reserved(device) for device in range(cuda.device_count())]
+            state.note_gpu_memory(sum(sizes))

@@ -62,6 +62,9 @@ class GangWatch:
         if sample.round != self._round:
             return None
         self._samples |= {rank.rank: rank for rank in sample.ranks}
+        for rank in sample.ranks:  # a look at a rank that has made steps since tells nothing any more
+            if (seen := self._snapshots.get(rank.rank)) is not None and rank.step != seen.step:
+                del self._snapshots[rank.rank]
         return self._watch.see(sample, now) if self._watch else None
 
     def say_left(self, number: int, now: float) -> None:

@@ -156,12 +156,15 @@ class Judge:
         witnesses = self._watch.witnesses(self._rounds.ranks(number), evidence)
         stacks = {one.info.rank: one.snapshot.stacks for one in witnesses if one.snapshot}
         stacks |= {rank.rank: _read_stacks(rank) for rank in evidence if rank.stacks}
+        rows = describe_ranks(witnesses, culprits=culprits)
+        steps = [row.step for row in rows if row.step is not None]
         incident = replace(
             incident,
             number=self._count,
             round=number,
             restarts=self.restarts,
-            ranks=describe_ranks(witnesses, culprits=culprits),
+            step=max(steps, default=None) if incident.step is None else incident.step,
+            ranks=rows,
             stacks=group_by_stack(stacks, culprits=culprits),
         )
         self._tell(IncidentSeen(incident=asdict(incident)))

@@ -115,6 +115,7 @@ class _RankTaking:
         if not stacks and self._is_alive:
             stacks = self._write_kernel()
         sample = self._sample
+        collectives = read_collectives(self._path(_COLLECTIVES), self._number)
         return RankSnapshot(
             rank=sample.rank,
             is_alive=self._is_alive,
@@ -128,7 +129,8 @@ class _RankTaking:
             look_bytes=self._count_look_bytes(),
             stacks=_cut(stacks),
             files=self._keep_files(),
-            collectives=read_collectives(self._path(_COLLECTIVES), self._number),
+            collectives=collectives or [],
+            has_answered=collectives is not None,
         )
 
     def _pyspy_ended(self) -> bool:
@@ -165,14 +167,17 @@ def order_stacks(text: str) -> str:
     return "\n\n".join(thread for thread in reversed(threads) if thread and _OUR_THREAD not in thread)
 
 
-def read_collectives(path: Path, number: int) -> list[LastCollective]:
-    """Return what a rank has written of its collectives for this request, or when another rank failed."""
+def read_collectives(path: Path, number: int) -> list[LastCollective] | None:
+    """Return what a rank has written of its collectives for this request, or when another rank failed.
+
+    None if it has not, or if it could not read its own records.
+    """
     try:
         written: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
-        return []
-    if written["number"] not in (number, 0):
-        return []
+        return None
+    if written["number"] not in (number, 0) or "problem" in written:
+        return None
     return [LastCollective(**one) for one in written["last"]]
 
 
