@@ -14,19 +14,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from prefect_torch_elastic.observations import LastCollective, RankSnapshot
-from prefect_torch_elastic.stacks import find_place, read_main_thread
+from prefect_torch_elastic.stacks import find_place
+from prefect_torch_elastic.standstill import is_blocked
 
 _DEFAULT_GROUPS = ("0", "default_pg", "0 (default_pg)", "")  # names of the group that has all ranks
 _DEFAULT = _DEFAULT_GROUPS[0]
 _QUEUED = "nccl:"  # of operations that a rank only puts into the queue of its GPU
-_INSIDE_TORCH = "/torch/distributed/"
 _SAME_SIZES = ("all_reduce", "broadcast")  # their inputs have as many elements on all ranks
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
-# What a rank that stands still may do between two looks, seconds apart. A look itself costs some hundredths
-# of a second and one sleep of the main thread; what it writes, stacks and collectives, is taken off.
-_IDLE_CPU_SECONDS = 0.5
-_IDLE_BYTES = 32_000
-_IDLE_SWITCHES = 20
 _NAMED = 8  # ranks that one sentence names
 
 
@@ -133,35 +128,6 @@ def is_waiting(collective: LastCollective) -> bool:
 def describe_collective(collective: LastCollective) -> str:
     """Return `all_reduce #12 (waits)`."""
     return f"{_describe(collective)} ({'done' if collective.is_done else 'waits'})"
-
-
-def is_same_place(one: RankSnapshot, other: RankSnapshot) -> bool:
-    """Whether a rank stands where it stood: the same frames, no collective and no work in between.
-
-    A long write or evaluation has the same Python frames all the time, but it computes, reads or writes.
-    """
-    if other.is_in_disk or _has_worked(one, other) or not one.stacks or not other.stacks:
-        return False
-    frames = read_main_thread(one.stacks)
-    same_frames = bool(frames) and frames == read_main_thread(other.stacks)
-    return same_frames and one.step == other.step and one.collectives == other.collectives
-
-
-def is_blocked(snapshot: RankSnapshot) -> bool:
-    """Whether its main thread is inside a call of a collective, and goes on only when that has ended."""
-    return _INSIDE_TORCH in read_main_thread(snapshot.stacks).partition("\n")[0]
-
-
-def _has_worked(one: RankSnapshot, other: RankSnapshot) -> bool:
-    """Whether its processes did more than a look costs; one that went away meanwhile hides no other."""
-    seconds = size = 0.0
-    for pid, now in other.efforts.items():
-        before = one.efforts.get(pid, [0.0, 0.0, now[2]])
-        seconds += max(0.0, now[0] - before[0])
-        size += max(0.0, now[1] - before[1])
-        if now[2] - before[2] > _IDLE_SWITCHES:
-            return True
-    return seconds > _IDLE_CPU_SECONDS or size > _IDLE_BYTES + one.look_bytes
 
 
 def say_of_ranks(ranks: Sequence[int], one: str, several: str) -> str:

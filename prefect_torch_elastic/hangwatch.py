@@ -44,8 +44,6 @@ from prefect_torch_elastic.collectives import (
     SplitKind,
     describe_common_wait,
     find_split,
-    is_blocked,
-    is_same_place,
     list_memberships,
     say_of_ranks,
 )
@@ -53,6 +51,7 @@ from prefect_torch_elastic.evidence import Category
 from prefect_torch_elastic.observations import NodeSample, RankSnapshot
 from prefect_torch_elastic.stacks import find_place, read_main_thread
 from prefect_torch_elastic.stalls import StallClock, Work
+from prefect_torch_elastic.standstill import is_blocked, is_same_place
 
 SAME_SECONDS = 4.0  # between looks that show the same, for a proof
 MOVED_SECONDS = 30.0  # the same, for a rank that has moved in this stall

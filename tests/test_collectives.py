@@ -9,12 +9,12 @@ from prefect_torch_elastic.collectives import (
     SplitKind,
     describe_common_wait,
     find_split,
-    is_same_place,
     list_memberships,
     name_ranks,
 )
 from prefect_torch_elastic.observations import LastCollective, RankSnapshot
 from prefect_torch_elastic.stacks import find_place, group_stacks, read_main_thread
+from prefect_torch_elastic.standstill import is_same_place
 
 # Written by faulthandler of Python 3.11, the thread that took the signal first.
 SLEEPING = """Current thread 0x00007f7d0f1f9b80 (most recent call first):
