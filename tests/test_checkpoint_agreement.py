@@ -97,6 +97,23 @@ def test_save_of_models_that_differ_keeps_rank_0s_as_a_whole_and_says_so(
     assert found == {1.0}
 
 
+def test_tensor_that_differs_only_behind_its_first_row_makes_all_of_the_model_rank_0s(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+
+    def work(seat: Seat) -> None:
+        model = make_model(1.0)
+        if seat.rank == 1:
+            with torch.no_grad():
+                model[3].weight[1:] = 2.0  # pyright: ignore[reportIndexIssue]
+        open_rank(seat, store).save({"model": model}, step=10, wait=True)
+
+    assert run_ranks(work) == [None, None]
+    assert "`model/3.weight` is another one on rank 1 than on rank 0 (1 such tensors)" in caplog.text
+    assert not store.keys(f"{folder_of(store, 10)}/r00001/")
+
+
 def test_save_of_equal_models_is_shared_by_the_ranks_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

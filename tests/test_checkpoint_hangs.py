@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from prefect_torch_elastic.checkpoint import news, saver, saving
+from prefect_torch_elastic.checkpoint import session as sessions
 from prefect_torch_elastic.checkpoint.news import SaveNews
 from prefect_torch_elastic.checkpoint.saving import SaveResult
 from prefect_torch_elastic.checkpoint.session import CheckpointSession
@@ -207,6 +208,25 @@ def test_save_behind_whose_board_cannot_be_reached_is_a_problem_that_all_hear_of
     wanted = "the last save failed: rank 0: ConnectionError: the gang's store is gone"
     assert run_ranks(work) == [wanted, wanted]
     assert committed_steps(store) == []
+
+
+# ------------------------------------------------------------ a long upload
+
+
+def test_end_of_a_run_waits_for_an_upload_that_takes_longer_than_a_meeting_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "_ROUND_SECONDS", 0.2)
+    store, gate = MemoryStore(), Gate()
+    threading.Timer(8.0, gate.is_open.set).start()
+
+    def work(seat: Seat) -> None:
+        session = open_rank(seat, WatchedStore(store, gate), meeting_timeout_seconds=1.0)
+        assert session.save(make_state(1.0), step=1)
+        session.close()  # rank 1 has written its share long before
+
+    assert run_ranks(work) == [None, None]
+    assert committed_steps(store) == [1]
 
 
 # ------------------------------------------------------------ removals

@@ -190,6 +190,17 @@ def test_save_to_a_run_that_was_not_loaded_works_after_a_load() -> None:
     assert load_fresh(store)[0] == 21
 
 
+def test_load_that_failed_is_no_permission_to_begin_again() -> None:
+    store = MemoryStore()
+    save_steps(store, 10, 20)
+    session = open_session(store, keep_last=1)
+    with pytest.raises(CheckpointMismatch):
+        session.load({"model": torch.nn.Linear(3, 5)})
+    with pytest.raises(CheckpointError, match="none was loaded"):
+        session.save(make_state(1.0), step=1, wait=True)
+    assert committed_steps(store) == [20, 10]
+
+
 # ------------------------------------------------------------ another gang
 
 

@@ -241,6 +241,18 @@ def test_save_without_a_commit_goes_by_age_and_epoch(run, epoch, hours, by_a_per
     assert run.steps_with_data() == ([9] if goes else [5, 9])
 
 
+@pytest.mark.parametrize(("epoch", "goes"), [(1, False), (0, True)], ids=["of this gang", "of one before"])
+@pytest.mark.parametrize("collector", [1, None], ids=["its gang", "a person"])
+def test_save_whose_first_block_is_being_written_is_no_garbage_of_a_live_gang(run, epoch, goes, collector):
+    run.save(9)
+    block = run.root / RUN / render_folder(5, f"{epoch:06}-{5:016x}") / "r00000" / "000000"
+    block.parent.mkdir(parents=True)
+    block.with_name(".tmp-000000").write_bytes(b"half of it")
+    removed = collect_garbage(run.store, RUN, run.log, epoch=collector)
+    assert bool(removed) is goes
+    assert goes or block.with_name(".tmp-000000").exists()
+
+
 def test_committed_checkpoint_is_no_garbage_however_old(run):
     run.save(1, hours_ago=1000.0)
     assert collect_garbage(run.store, RUN, run.log, epoch=1) == []

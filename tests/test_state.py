@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import Any
 
@@ -353,6 +354,30 @@ def test_plain_values_are_replaced_and_tensors_in_them_filled():
     assert live.tolist() == [1, 1, 1]
     assert (state["cfg"]["lr"], state["cfg"]["new"].tolist()) == (2, [1])
     assert (state["history"], state["done"]) == ([1, 2], None)
+
+
+@pytest.mark.parametrize("first", ["model", "best"])
+def test_placeholder_that_shares_its_memory_with_the_model_gets_its_own(first):
+    model = nn.Linear(2, 2)
+    saved = {"model": model, "best": {"loss": 0.5, "weights": copy.deepcopy(model.state_dict())}}
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        saved["best"]["weights"]["weight"].fill_(1.0)
+    fresh = nn.Linear(2, 2)
+    entries: dict[str, Any] = {"model": fresh, "best": {"loss": math.inf, "weights": fresh.state_dict()}}
+    state = {key: entries[key] for key in sorted(entries, key=lambda key: key != first)}
+    MemoryCheckpoint.take(saved).load(state)
+    assert fresh.weight.eq(2.0).all()
+    assert state["best"]["weights"]["weight"].eq(1.0).all()
+    assert state["best"]["loss"] == 0.5
+
+
+def test_module_under_two_names_is_filled_once_for_each():
+    model = Net()
+    fresh = Net()
+    MemoryCheckpoint.take({"model": model, "same": model}).load({"model": fresh, "same": fresh})
+    assert torch.equal(fresh.embed.weight, model.embed.weight)
+    assert torch.equal(fresh.frozen, model.frozen)
 
 
 def test_plain_value_needs_a_state_that_can_be_changed():

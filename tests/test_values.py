@@ -43,6 +43,11 @@ class Level(enum.IntEnum):
     HIGH = 3
 
 
+class Option(enum.Flag):
+    FAST = 1
+    SAFE = 2
+
+
 class Point(typing.NamedTuple):
     x: float
     y: float
@@ -53,6 +58,12 @@ class Config:
     lr: float
     layers: list[int] = dataclasses.field(default_factory=list)
     colour: Colour = Colour.RED
+
+
+@dataclasses.dataclass
+class Timer:
+    name: str
+    started: float = dataclasses.field(init=False)
 
 
 @dataclasses.dataclass
@@ -157,6 +168,9 @@ def test_name_tells_numbers_from_text():
     [
         pytest.param(Colour.RED, id="enum"),
         pytest.param(Level.HIGH, id="int-enum"),
+        pytest.param(Option.SAFE, id="flag"),
+        pytest.param(Option.FAST | Option.SAFE, id="flags"),
+        pytest.param(Option(0), id="no-flag"),
         pytest.param(Point(1.0, math.inf), id="named-tuple"),
         pytest.param(Config(1e-3, [1, 2]), id="dataclass"),
         pytest.param({"a": {1, 2}, "b": frozenset({"x"})}, id="sets"),
@@ -231,6 +245,12 @@ def test_generator_goes_on_where_it_was(make, draw):
     draw(generator)
     copy = through_json(generator)
     assert [draw(copy) for _ in range(3)] == [draw(generator) for _ in range(3)]
+
+
+def test_dataclass_whose_field_is_not_set_yet_comes_back_so():
+    found = through_json(Timer("epoch"))
+    assert found.name == "epoch"
+    assert not hasattr(found, "started")
 
 
 def test_dataclass_comes_back_without_running_its_code():

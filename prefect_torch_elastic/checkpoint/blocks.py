@@ -36,9 +36,9 @@ class LiveBlocks:
     """Blocks of tensors that nobody changes meanwhile: large ones are sent from where they are."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        wait_for_devices(parts)  # here, where the training's streams are the current ones
         self._pinned = any(part.data.is_cuda for part in parts)
         self._sources = [_flat_source(part.data) for part in parts]
+        wait_for_devices(parts)  # for copies too, and here, where the training's streams are the current ones
         self.layout = lay_out([source.numel() for source in self._sources])
         self._pieces: list[list[tuple[Tensor, int, Piece]]] = [[] for _ in self.layout.block_sizes]
         for source, pieces in zip(self._sources, self.layout.pieces, strict=True):

@@ -10,7 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from prefect_torch_elastic.checkpoint.tensors import is_fillable, make_empty, name_dtype, parse_dtype
+from prefect_torch_elastic.checkpoint.tensors import (
+    find_memory,
+    is_fillable,
+    make_empty,
+    name_dtype,
+    parse_dtype,
+)
 from prefect_torch_elastic.checkpoint.values import Json, decode_value, is_tagged
 from prefect_torch_elastic.errors import CheckpointError, CheckpointMismatch
 
@@ -65,6 +71,7 @@ class RestorePlan:
 
     def __post_init__(self) -> None:
         self._names: dict[str, list[str]] = {}
+        self._memory: dict[int, list[tuple[int, int]]] = {}  # that is read into
         for name in (*self.saved.tensors, *self.saved.values):
             self._names.setdefault(name.partition("/")[0], []).append(name)
 
@@ -94,9 +101,8 @@ class RestorePlan:
             return
         live = live.detach()
         if saved_name not in self.targets:
-            self.targets[saved_name] = (
-                live if is_fillable(live) else make_empty(live.dtype, now[1], like=live)
-            )
+            fits = is_fillable(live) and self._claim(live)
+            self.targets[saved_name] = live if fits else make_empty(live.dtype, now[1], like=live)
         if self.targets[saved_name] is not live:
             self.copies.append((live, self.targets[saved_name]))
 
@@ -109,10 +115,23 @@ class RestorePlan:
             raise CheckpointError(f"The manifest of {self.saved.describe()} lacks the tensor `{name}`.")
         dtype_name, shape = self.saved.tensors[saved_name]
         dtype, shape = parse_dtype(dtype_name), tuple(shape)
-        fits = live is not None and live.dtype == dtype and tuple(live.shape) == shape and is_fillable(live)
-        target = live.detach() if live is not None and fits else make_empty(dtype, shape, like=like)
+        target = None
+        if live is not None and live.dtype == dtype and tuple(live.shape) == shape:
+            target = live.detach() if is_fillable(live) and self._claim(live) else None
+        target = make_empty(dtype, shape, like=like) if target is None else target
         self.targets[saved_name] = target
         return target
+
+    def _claim(self, tensor: Tensor) -> bool:
+        """Whether nothing else is read into the memory of a tensor, which several names may have now."""
+        if (found := find_memory(tensor)) is None:
+            return True
+        place, start, end = found
+        taken = self._memory.setdefault(place, [])
+        if any(start < other_end and other_start < end for other_start, other_end in taken):
+            return False
+        taken.append((start, end))
+        return True
 
     def decode(self, name: str, *, lives: Mapping[str, Tensor] | None = None) -> Any:
         """Return a saved value; the tensors in it have their values once the targets are filled."""

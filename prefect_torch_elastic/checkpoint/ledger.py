@@ -80,7 +80,7 @@ class Ledger:
         """Return the gang's epoch; a run that goes on from nothing must not push out what it had.
 
         Raises:
-            CheckpointError: If the run has checkpoints and nobody tried to load one.
+            CheckpointError: If the run has checkpoints and none was loaded.
             Superseded, StoreError: As `enter`.
         """
         epoch = self.enter()
@@ -95,8 +95,11 @@ class Ledger:
     def candidates(self) -> tuple[Commit, ...]:
         """Return the checkpoints that can be loaded, newest first."""
         self.enter()
-        self._must_load = False
         return self._log.refresh().commits
+
+    def note_loaded(self) -> None:
+        """Take note that the run goes on from a checkpoint, or from nothing as it should: it may save."""
+        self._must_load = False
 
     def count_bad(self) -> int:
         """Return how many checkpoints of the run were found damaged."""

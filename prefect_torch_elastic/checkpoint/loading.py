@@ -50,9 +50,16 @@ def load(state: Mapping[str, Any], place: Place, *, fresh_if_damaged: bool) -> i
         answer = place.peers.meet(f"load() of step {commit.step}: tensors", attempt.read, decide)
         if answer["good"]:
             attempt.finish(seconds=time.monotonic() - started)
+            _note_loaded(place)
             return commit.step
     before.put_back()
+    _note_loaded(place)
     return 0
+
+
+def _note_loaded(place: Place) -> None:
+    if place.ledger is not None:
+        place.ledger.note_loaded()
 
 
 class _Attempt:

@@ -102,7 +102,10 @@ def collect_garbage(store: Store, run_folder: str, log: RunLog, *, epoch: int | 
         folder = f"{run_folder}/checkpoints/{step}/{uuid}"
         if uuid in live or _is_pinned(store, run_folder, uuid, now=now):
             continue
-        if now - last_written(store, folder) > _patience(uuid, state, epoch=epoch):
+        written = last_written(store, folder)
+        if not written and not _is_over(uuid, state):
+            continue  # in a directory, its first blocks may be on their way, and nobody knows since when
+        if now - written > _patience(uuid, state, epoch=epoch):
             _remove(store, folder)
             removed.append(f"{step}/{uuid}")
     pins = store.list(f"{run_folder}/pins")
@@ -148,9 +151,13 @@ def _patience(uuid: str, state: RunState, *, epoch: int | None) -> float:
         return -math.inf
     if uuid in state.bad:  # while there is no other, its bytes may still be worth something
         return GARBAGE_SECONDS if state.commits else math.inf
+    return GARBAGE_SECONDS if _is_over(uuid, state) or epoch is not None else ABANDONED_SECONDS
+
+
+def _is_over(uuid: str, state: RunState) -> bool:
+    """Whether the gang of a save can commit nothing more."""
     number = uuid.partition("-")[0]
-    is_over = number.isdigit() and int(number) < state.epoch  # its gang can commit nothing more
-    return GARBAGE_SECONDS if is_over or epoch is not None else ABANDONED_SECONDS
+    return number.isdigit() and int(number) < state.epoch
 
 
 def _rank(commits: Sequence[Commit], policy: CheckpointPolicy) -> list[Commit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -99,14 +100,15 @@ class Saver:
         running, self._running = self._running, None
         return running.result()
 
-    def join(self) -> None:
-        """Wait until this rank's share of the save that is on its way is written.
+    def join(self, *, within_seconds: float = math.inf) -> None:
+        """Wait until this rank's share of the save that is on its way is written, or for so long.
 
         Raises:
             CheckpointError: If it does not come on.
         """
-        while self._running is not None and self.busy:
-            wait([self._running], timeout=_LOOK_SECONDS)
+        until = time.monotonic() + within_seconds
+        while self._running is not None and self.busy and (left := until - time.monotonic()) > 0:
+            wait([self._running], timeout=min(_LOOK_SECONDS, left))
             if self.stalled:
                 raise CheckpointError(
                     f"nothing of the save on its way could be written for {STALL_SECONDS:.0f} s: "
@@ -191,7 +193,9 @@ class Saver:
 
     def _share_out(self, offers: Sequence[Offer]) -> list[list[int]]:
         unequal = find_unequal(offers)
-        kept, self._tensors = share_out(offers, leader_only=self._leader_only | unequal.keys())
+        # not those alone: a model of two ranks' parts is nobody's
+        whole = offers[0]["heads"].keys() if unequal else set[str]()
+        kept, self._tensors = share_out(offers, leader_only=self._leader_only | whole)
         if unequal:
             name, rank = next(iter(unequal.items()))
             _log.warning(

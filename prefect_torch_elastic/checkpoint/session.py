@@ -31,6 +31,7 @@ from prefect_torch_elastic.store import Store, open_store
 if TYPE_CHECKING:
     from prefect_torch_elastic.context import ElasticContext
 
+_ROUND_SECONDS = 30.0  # of waiting for an upload, before the ranks tell each other that it goes on
 _log = logging.getLogger("prefect_torch_elastic.checkpoint")
 
 
@@ -287,7 +288,9 @@ class CheckpointSession:
         """Learn together how the save on its way ended, if there is one."""
         if self._unsettled:
             with self._busy(Busy.SAVE):
-                answer = self._peers.meet("the end of a save", self._join, lambda _: self._take_news())
+                answer: dict[str, Any] = {"goes_on": True}
+                while answer.get("goes_on"):  # in rounds: nobody misses a meeting for its own long upload
+                    answer = self._peers.meet("the end of a save", self._join, self._decide_end)
             self._unsettled = False
             self._news.hear(answer)
 
@@ -296,8 +299,11 @@ class CheckpointSession:
         return self._page.busy(what) if self._page else nullcontext()
 
     def _join(self) -> Word:
-        self._saver.join()
-        return {}
+        self._saver.join(within_seconds=_ROUND_SECONDS)
+        return {"busy": self._saver.busy}
+
+    def _decide_end(self, words: Sequence[Word]) -> dict[str, Any]:
+        return {"goes_on": True} if any(word["busy"] for word in words) else self._take_news()
 
     def _take_news(self, stuck: Sequence[int] = ()) -> dict[str, Any]:
         """On rank 0: how a save behind the training ended, for all ranks.

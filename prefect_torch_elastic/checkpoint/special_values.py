@@ -47,6 +47,8 @@ def encode(encoder: Encoder, name: str, value: Any) -> Json:
     kind = type(cast("object", value))
     if known := _ENCODERS.get(kind):
         return known(encoder, name, value)
+    if issubclass(kind, enum.Flag):  # several at once have no name
+        return {TAG: "flag", "c": _name_class(name, kind), "v": value.value}
     if issubclass(kind, enum.Enum):
         return {TAG: "enum", "c": _name_class(name, kind), "v": value.name}
     if isinstance(value, pathlib.Path):
@@ -61,7 +63,9 @@ def encode(encoder: Encoder, name: str, value: Any) -> Json:
             field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)
         }
         state |= getattr(value, "__dict__", {})
-        return {TAG: "dataclass", "c": _name_class(name, kind), "v": encoder.encode_pairs(name, state)}
+        unset = [field.name for field in fields(value) if field.name not in state]
+        pairs = encoder.encode_pairs(name, state)
+        return {TAG: "dataclass", "c": _name_class(name, kind), "v": pairs, "unset": unset}
     raise CheckpointError(
         f"`{name}` cannot be saved: it is a `{kind.__module__}.{kind.__qualname__}`. "
         f"Accepted are {ACCEPTED}. Save its parts, or give its class these two methods."
@@ -124,6 +128,10 @@ def _decode_enum(_: Decoder, json: Json) -> Any:
     return _load_class(json, enum.Enum).__members__[json["v"]]
 
 
+def _decode_flag(_: Decoder, json: Json) -> Any:
+    return _load_class(json, enum.Flag)(json["v"])
+
+
 def _decode_named_tuple(decoder: Decoder, json: Json) -> Any:
     kind = _load_class(json, tuple)
     items = decoder.decode_items(json)
@@ -137,7 +145,7 @@ def _decode_named_tuple(decoder: Decoder, json: Json) -> Any:
 def _decode_dataclass(decoder: Decoder, json: Json) -> Any:
     kind = _load_class(json, object)
     state = dict(decoder.decode_pairs(json))
-    names = {field.name for field in fields(kind)}
+    names = {field.name for field in fields(kind)} - set(json.get("unset", []))
     if unknown := [name for name in names if name not in state] + [
         name for name in state if name[:2] == "__"
     ]:
@@ -237,6 +245,7 @@ _ENCODERS: dict[type, _Encode] = {
 
 _DECODERS: dict[str, _Decode] = {
     "enum": _decode_enum,
+    "flag": _decode_flag,
     "namedtuple": _decode_named_tuple,
     "dataclass": _decode_dataclass,
     "path": lambda decoder, json: pathlib.Path(decoder.decode(json["v"])),

@@ -74,7 +74,9 @@ def plan_restore(state: Mapping[str, Any], saved: SavedState, *, world_size: int
         CheckpointError: If a value of the checkpoint is damaged.
     """
     plan = RestorePlan(saved=saved)
-    for key, kind in _known_kinds(plan, find_kinds(state)).items():
+    kinds = _known_kinds(plan, find_kinds(state))
+    # Values last: where one shares its memory with a model, as a placeholder does, it gets another.
+    for key, kind in sorted(kinds.items(), key=lambda entry: entry[1] in (Kind.OBJECT, Kind.VALUE)):
         entry, value = join_name("", key), state[key]
         match kind:
             case Kind.MODULE:

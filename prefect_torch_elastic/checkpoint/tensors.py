@@ -81,6 +81,14 @@ def is_fillable(tensor: Tensor) -> bool:
     return local.is_contiguous() and not local.is_conj() and not local.is_neg() and not local.is_inference()
 
 
+def find_memory(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Return which memory a tensor is in, and where it begins and ends there; None without any."""
+    local = local_part(tensor)
+    place = local.untyped_storage().data_ptr() if local.numel() else 0
+    start = local.storage_offset() * local.element_size()
+    return (place, start, start + local.nbytes) if place else None
+
+
 def make_empty(dtype: torch.dtype, shape: tuple[int, ...], *, like: Tensor | None = None) -> Tensor:
     """Return a contiguous tensor without values, on the device of `like` and spread over ranks like it."""
     if like is None:
