@@ -184,8 +184,13 @@ class FakeRuns:
             raise ObjectNotFound(http_exc=Exception("no such run"))
         return self.runs[flow_run_id]
 
-    async def read_flow_runs(self, *, flow_run_filter: Any, limit: int) -> list[FlowRun]:
+    async def read_flow_runs(
+        self, *, flow_run_filter: Any, limit: int, offset: int = 0, **_: Any
+    ) -> list[FlowRun]:
         self._fail()
+        if flow_run_filter.id is None:
+            types = flow_run_filter.state.type.any_
+            return [run for run in self.runs.values() if run.state and run.state.type in types][offset:]
         return [self.runs[one] for one in flow_run_filter.id.any_ if one in self.runs]
 
     async def read_workers_for_work_pool(self, name: str) -> list[Any]:

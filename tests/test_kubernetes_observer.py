@@ -226,6 +226,17 @@ def test_observer_tells_that_a_gang_failed_when_its_pods_cannot_be_listed(error:
     assert len(stage.warnings) == (error is FORBIDDEN)
 
 
+def test_observer_tells_that_kueue_cannot_start_a_gang_which_has_no_pods():
+    stage = queued()
+    refused = workload()
+    refused["status"]["conditions"] = [
+        {"type": "Finished", "status": "True", "reason": "FailedToStart", "message": "conflict"}
+    ]
+    stage.change(refused)
+    assert stage.phases[-1] is GangPhase.FAILED
+    assert stage.seen[-1].status.detail == "conflict"
+
+
 def test_observer_asks_nothing_more_about_a_gang_that_has_failed():
     stage = Stage(failed(), workload(admitted=True), failing(), pod(1, phase="Failed", exit_code=1))
     stage.sync()

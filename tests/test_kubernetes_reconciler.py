@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun, WorkerStatus
-from prefect.states import Cancelling, Completed, Running
+from prefect.states import Cancelling, Completed, Pending, Running, Scheduled
 
 from prefect_torch_elastic.hosting.asking import Outage
 from prefect_torch_elastic.kubernetes import reconciler as module
-from prefect_torch_elastic.kubernetes.naming import WORKER_ANNOTATION
+from prefect_torch_elastic.kubernetes.naming import KEPT_ANNOTATION, WORKER_ANNOTATION
 from prefect_torch_elastic.kubernetes.reconciler import Fate, Reconciler, decide_fate
 from prefect_torch_elastic.kubernetes.resources import Kind
 from tests.gangfakes import Clock, FakeCluster, FakeRuns, make_jobset, make_run, refuse
@@ -42,9 +42,17 @@ class FakeHost:
         self.followings: dict[str, Any] = {}
         self.claimed: set[uuid.UUID] = set()
         self.adopted: list[uuid.UUID] = []
+        self.lost: list[uuid.UUID] = []
+        self.unreachable: set[uuid.UUID] = set()
 
     def adopt(self, view: Any, jobset: Any, run: FlowRun) -> None:
         self.adopted.append(run.id)
+
+    async def open_places_of(self, runs: Any) -> set[uuid.UUID]:
+        return {run.id for run in runs} - self.unreachable
+
+    async def report_lost(self, run: FlowRun) -> None:
+        self.lost.append(run.id)
 
 
 class Rounds:
@@ -88,14 +96,60 @@ def test_fate_of_a_jobset(owner: str, run: FlowRun | None, jobset: dict[str, Any
 def test_fate_of_an_ended_jobset_is_its_time_to_live():
     stray = make_jobset(uuid.uuid4(), **ENDED)
     assert decide_fate(stray, make_run(Completed()), worker_name="here", online=[]) is Fate.DELETE
-    stray["spec"]["ttlSecondsAfterFinished"] = 60
+    stray["metadata"]["annotations"][KEPT_ANNOTATION] = "true"
     assert decide_fate(stray, make_run(Completed()), worker_name="here", online=[]) is Fate.LEAVE
 
 
-def test_jobset_that_is_being_deleted_is_not_adopted():
+def test_jobset_that_is_being_deleted_is_adopted_so_that_its_run_is_told():
     stray = make_jobset(uuid.uuid4())
     stray["metadata"]["deletionTimestamp"] = "2026-11-29T13:10:00Z"
-    assert decide_fate(stray, make_run(Running()), worker_name="here", online=[]) is Fate.LEAVE
+    assert decide_fate(stray, make_run(Running()), worker_name="here", online=[]) is Fate.ADOPT
+
+
+def test_former_jobset_of_a_run_that_is_to_start_again_is_left_to_whoever_takes_the_run():
+    stray = make_jobset(uuid.uuid4(), **ENDED)
+    assert decide_fate(stray, make_run(Scheduled()), worker_name="here", online=[]) is Fate.LEAVE
+    assert decide_fate(stray, make_run(Pending()), worker_name="here", online=[]) is Fate.ADOPT
+
+
+async def survey(rounds: Rounds, *times: float) -> list[uuid.UUID]:
+    for rounds.clock.now in times:
+        await rounds.reconciler.tidy()
+    return rounds.host.lost
+
+
+async def test_run_whose_jobset_went_away_unseen_gets_its_end():
+    run = make_run(Pending(name="Preempted"))
+    assert await survey(Rounds(run), 60.0, 500.0, 959.0) == []
+    assert await survey(Rounds(run), 60.0, 500.0, 970.0) == [run.id]
+
+
+@pytest.mark.parametrize("known", ["jobset", "claimed", "unreachable", "list"])
+async def test_run_whose_jobset_may_be_there_is_left_alone(known: str):
+    run = make_run(Pending())
+    rounds = Rounds(run)
+    rounds.online("there")
+    if known == "jobset":
+        rounds.cluster.add(make_jobset(run.id, worker="there"))
+    elif known == "claimed":
+        rounds.host.claimed.add(run.id)
+    elif known == "unreachable":
+        rounds.host.unreachable.add(run.id)
+    else:
+        rounds.cluster.errors["list", Kind.JOBSET] = [refuse(500) for _ in range(3)]
+    assert await survey(rounds, 60.0, 500.0, 2000.0) == []
+
+
+async def test_run_is_not_lost_if_its_jobset_comes_in_time():
+    run = make_run(Pending())
+    rounds = Rounds(run)
+    rounds.online("there")
+    await survey(rounds, 60.0, 500.0)
+    jobset = rounds.cluster.add(make_jobset(run.id, worker="there"))
+    await survey(rounds, 600.0)
+    del rounds.cluster.objects[Kind.JOBSET, "ml", jobset["metadata"]["name"]]
+    assert await survey(rounds, 1000.0, 1800.0) == []
+    assert await survey(rounds, 2000.0) == [run.id]
 
 
 async def test_round_tells_each_gang_of_its_run():

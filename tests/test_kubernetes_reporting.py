@@ -335,6 +335,12 @@ def test_final_phase_ends_the_gang_at_once(phase: GangPhase, outcome: Outcome):
     assert ends(judge(phase, sight(Running())), 0.0) is outcome
 
 
+def test_pods_of_a_deactivated_gang_go_before_its_run_is_over():
+    ending = judge(GangPhase.DEACTIVATED, sight(Running())).decide(1.0)
+    assert ending
+    assert ending.has_pods  # else its driver would send another gang beside them
+
+
 @pytest.mark.parametrize("phase", [GangPhase.FAILED, GangPhase.SUCCEEDED, GangPhase.GONE])
 def test_run_keeps_the_final_state_of_its_leader(phase: GangPhase):
     assert ends(judge(phase, sight(Failed())), 0.0) is Outcome.LEFT

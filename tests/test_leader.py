@@ -217,6 +217,12 @@ def test_note_that_is_not_understood_costs_the_counts_only(tmp_path: Path, caplo
     assert "What the gang was before is not known" in caplog.text
 
 
+def test_plain_function_is_begun_by_one_pod_alone(tmp_path: Path):
+    record = make_record(tmp_path)
+    assert not make_leader(tmp_path).has_begun(record)
+    assert make_leader(tmp_path).has_begun(record)
+
+
 def test_leader_says_where_its_nodes_meet(tmp_path: Path):
     meeting = make_leader(tmp_path).begin(make_record(tmp_path))
     assert (meeting.endpoint, meeting.gang) == ("10.0.0.4:29400", "train-0")

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 from prefect.client.schemas.objects import State
 from prefect.settings import get_current_settings
-from prefect.states import Failed
+from prefect.states import Completed, Crashed, Failed
 
 from prefect_torch_elastic.dispatch.endings import Ending, EndingKind, name_pulse, put_ending
 from prefect_torch_elastic.dispatch.order import CallKind, CallReference
@@ -147,9 +147,25 @@ def _carry_out(arrival: Arrival, folder: Path, own: OwnRun, leader: Leader | Non
         case CallKind.BODY:
             if leader:
                 leader.comes_back = False
+                if leader.has_begun(arrival.record):
+                    return _report_second_start(arrival.record, own)
             return host_body(arrival, own)
         case _:
             assert_never(order.kind)
+
+
+def _report_second_start(record: CallRecord, own: OwnRun) -> Report:
+    """Return what a pod says whose function has run before, in a pod that ended without a word."""
+    if found := persist(record.find, log=own.logger, give_up=own.stop_requested):
+        ending = Ending(status=GangStatus.SUCCEEDED, attempt=found[0].attempt, result=found[0].result)
+        return Report(ending=ending, state=Completed(message="The function has returned before."))
+    message = (
+        "The pod in which the function ran is gone, and nobody knows how far it came. It is not run twice: "
+        "set `retries=` on the task if it may be."
+    )
+    own.logger.error("%s", message)
+    state = Crashed(message=message)
+    return Report(ending=None, state=state, exit_code=ExitCode.FAILED, why=Why.REFUSED, message=message)
 
 
 def _refuse(record: CallRecord, error: Exception) -> Report:

@@ -20,8 +20,9 @@ from prefect_torch_elastic import compat
 from prefect_torch_elastic.hosting import leftovers
 from prefect_torch_elastic.hosting.ownrun import SIGNALS, OwnRun
 from prefect_torch_elastic.hosting.stops import StopCause
+from prefect_torch_elastic.pod import GRACE_VARIABLE
 
-# A process worker sends SIGKILL 30 s after SIGTERM, Kubernetes too: keep 5 s to report how it ended.
+# A process worker sends SIGKILL 30 s after SIGTERM, and so does a plain pod: keep 5 s to report how it ended.
 SIGNAL_GRACE_SECONDS = 25.0
 _REPORT_SECONDS = 10.0
 _HARD_MARGIN_SECONDS = 30.0  # reporting and flushing are done long before
@@ -106,6 +107,8 @@ class Interrupter(AbstractContextManager["Interrupter"]):
         deadline = began + self._grace_seconds
         if self._own.signalled_at is None:
             return deadline
+        if GRACE_VARIABLE in os.environ:  # a pod of ours has its whole grace, and more to report
+            return min(deadline, self._own.signalled_at + self._grace_seconds)
         return min(deadline, self._own.signalled_at + SIGNAL_GRACE_SECONDS)
 
     def _arm(self, seconds: float) -> None:

@@ -108,6 +108,16 @@ class Leader:
             keep=self._keep,
         )
 
+    def has_begun(self, record: CallRecord) -> bool:
+        """Take note that a plain function begins; return whether a pod before this one has done so."""
+        key = f"{record.folder}/calls/{record.call}/begun-{self._own.id}"
+        log, stopped = self._own.logger, self._own.stop_requested
+        if persist(lambda: self._read_note(record, key), log=log, give_up=stopped) is not None:
+            return True
+        note = sign_document(asdict(Incarnation(attempt=self._pod.attempt)), key=record.key)
+        persist(lambda: record.store.put(key, note), log=log, give_up=stopped)
+        return False
+
     def _take_note(self, record: CallRecord, key: str) -> Incarnation:
         log, stopped = self._own.logger, self._own.stop_requested
 

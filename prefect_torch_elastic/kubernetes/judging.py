@@ -171,7 +171,7 @@ class GangJudge:
             case GangPhase.FAILED:
                 return self._end(Outcome.FAILED, self._explain(status), may_stay=True)
             case GangPhase.DEACTIVATED:
-                return self._end(Outcome.FAILED, self._explain(status))
+                return self._end(Outcome.FAILED, self._explain(status), has_pods=True)
             case GangPhase.GONE:
                 return self._end(Outcome.CRASHED, _GONE)
             case GangPhase.INADMISSIBLE if self._patience is not None and since >= self._patience:

@@ -120,7 +120,7 @@ class Looks:
             case GangPhase.UNMANAGED:
                 return not notes.has_answer(Look.WORKLOAD)
             case GangPhase.FAILED | GangPhase.RESTARTING:
-                return notes.failure is None and not notes.saw_failing
+                return is_failing(notes.gang) and notes.failure is None and not notes.saw_failing
             case GangPhase.QUEUED:  # of many that came at once, only the first
                 is_new = notes.gang.workload is not None and Look.POSITION not in notes.asked_at
                 return is_new and self._positions_from <= self._clock()

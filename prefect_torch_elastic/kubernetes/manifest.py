@@ -53,6 +53,7 @@ def render_jobset(request: GangRequest) -> dict[str, Any]:
                 **request.annotations,
                 naming.WORKER_ANNOTATION: request.worker_name,
                 naming.FLOW_RUN_NAME_ANNOTATION: request.flow_run_name,
+                **({} if request.ttl_seconds_after_finished is None else {naming.KEPT_ANNOTATION: "true"}),
             },
         },
         "spec": spec,

@@ -42,6 +42,7 @@ FLOW_RUN_LABEL = f"{MANAGER}.io/flow-run"
 # gang goes on with its next attempt.
 PREFECT_FLOW_RUN_LABEL = "prefect.io/flow-run-id"
 # Annotations of the JobSet.
+KEPT_ANNOTATION = "prefect-torch-elastic.io/kept"  # by the user's `ttl_seconds_after_finished`
 WORKER_ANNOTATION = f"{MANAGER}.io/worker"
 FLOW_RUN_NAME_ANNOTATION = f"{MANAGER}.io/flow-run-name"
 

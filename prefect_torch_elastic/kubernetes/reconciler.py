@@ -26,14 +26,16 @@ from prefect_torch_elastic.hosting.asking import Outage
 from prefect_torch_elastic.hosting.watching import heartbeat_seconds, send_heartbeat
 from prefect_torch_elastic.kubernetes.answers import ClusterError
 from prefect_torch_elastic.kubernetes.clusters import Clusters, ClusterView
-from prefect_torch_elastic.kubernetes.conditions import field, text
+from prefect_torch_elastic.kubernetes.conditions import text
 from prefect_torch_elastic.kubernetes.creating import ask, is_leaving, is_over
 from prefect_torch_elastic.kubernetes.following import Following
-from prefect_torch_elastic.kubernetes.naming import FLOW_RUN_LABEL, WORKER_ANNOTATION
+from prefect_torch_elastic.kubernetes.naming import FLOW_RUN_LABEL, KEPT_ANNOTATION, WORKER_ANNOTATION
 from prefect_torch_elastic.kubernetes.resources import Kind
 
 LOOK_SECONDS = 2.0  # until a cancelled run is noticed; one request for all runs
 TIDY_SECONDS = 15.0
+SURVEY_SECONDS = 60.0
+LOST_SECONDS = 900.0  # without a JobSet; a worker may wait for a webhook to create it
 _BATCH = 200  # the API answers no more runs at once
 
 JobSet = dict[str, Any]
@@ -62,9 +64,11 @@ def decide_fate(jobset: JobSet, run: FlowRun | None, *, worker_name: str, online
     if run is None:
         return Fate.DELETE
     if run.state and run.state.is_final():
-        has_ttl = field(jobset, "spec", "ttlSecondsAfterFinished") is not None
-        return Fate.LEAVE if has_ttl and is_over(jobset) else Fate.DELETE
-    return Fate.LEAVE if is_leaving(jobset) else Fate.ADOPT
+        is_kept = bool(text(jobset, "metadata", "annotations", KEPT_ANNOTATION))
+        return Fate.LEAVE if is_kept and is_over(jobset) else Fate.DELETE
+    if is_over(jobset) and not is_leaving(jobset) and run.state and run.state.is_scheduled():
+        return Fate.LEAVE  # the run is to start again: whoever takes it replaces its former JobSet
+    return Fate.ADOPT  # one on its way out too: its run has to be told
 
 
 def owner_of(jobset: JobSet) -> str:
@@ -117,6 +121,14 @@ class Host(Protocol):
         """Begin to follow a gang."""
         ...
 
+    async def open_places_of(self, runs: Iterable[FlowRun]) -> set[UUID]:
+        """Look into every cluster and namespace that these runs name; return those where that is possible."""
+        ...
+
+    async def report_lost(self, run: FlowRun) -> None:
+        """Give a run its end that has no JobSet."""
+        ...
+
 
 class Reconciler:
     """Makes the rounds.
@@ -143,7 +155,8 @@ class Reconciler:
     ) -> None:
         self._host, self._client, self._pool_name = host, client, pool_name
         self._clusters, self._log, self._outage, self._clock = clusters, log, outage, clock
-        self._tidy_at = self._heartbeat_at = clock()
+        self._tidy_at = self._heartbeat_at = self._survey_at = clock()
+        self._missing: dict[UUID, float] = {}  # runs without a JobSet, and since when
         self._closing = asyncio.Event()
         self._said: set[str] = set()
 
@@ -173,7 +186,16 @@ class Reconciler:
             following.see_run(runs[following.run.id])
 
     async def tidy(self) -> None:
-        """Look for JobSets that nobody follows: adopt them, or delete those that nobody waits for."""
+        """Look for JobSets that nobody follows: adopt them, or delete those that nobody waits for.
+
+        Now and then also for runs that have none.
+        """
+        now, alive, places = self._clock(), list[FlowRun](), set[UUID]()
+        if is_survey := now >= self._survey_at:
+            self._survey_at = now + SURVEY_SECONDS
+            alive = await fetch_runs_alive(self._client, self._pool_name)
+            places = await self._host.open_places_of(alive)
+        found: set[UUID] = set()
         for view in self._clusters.views:
             for namespace in sorted(view.namespaces):
                 try:
@@ -182,8 +204,20 @@ class Reconciler:
                     )
                 except ClusterError as error:
                     self._warn_once(f"JobSets that nobody follows are not looked for: {error}")
+                    is_survey = False  # its runs may have theirs there
                     continue
+                found |= {run_id for one in listing.items if (run_id := flow_run_of(one))}
                 await self._tidy_namespace(view, listing.items)
+        if is_survey:
+            await self._look_for_lost([run for run in alive if run.id in places - found], now)
+
+    async def _look_for_lost(self, runs: list[FlowRun], now: float) -> None:
+        """Give an end to runs whose JobSet went away, or never came, while no worker was there to see it."""
+        missing = [run for run in runs if run.id not in self._host.claimed]
+        self._missing = {run.id: self._missing.get(run.id, now) for run in missing}
+        for run in missing:
+            if now - self._missing[run.id] >= LOST_SECONDS:
+                await self._host.report_lost(run)
 
     async def _tidy_namespace(self, view: ClusterView, jobsets: Iterable[JobSet]) -> None:
         strays: list[tuple[JobSet, UUID]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 from uuid import UUID
@@ -23,12 +24,13 @@ from prefect_torch_elastic.kubernetes.creating import (
     ask,
     create_credentials,
     create_gang,
+    is_leaving,
     parse_pid,
 )
 from prefect_torch_elastic.kubernetes.credentials import split_credentials
 from prefect_torch_elastic.kubernetes.following import Following
 from prefect_torch_elastic.kubernetes.judging import GangEnd, Outcome
-from prefect_torch_elastic.kubernetes.reconciler import Reconciler, fetch_runs_alive
+from prefect_torch_elastic.kubernetes.reconciler import LOST_SECONDS, Reconciler, fetch_runs_alive
 from prefect_torch_elastic.kubernetes.reporting import Reporter
 from prefect_torch_elastic.kubernetes.request import GangRequest
 from prefect_torch_elastic.kubernetes.resources import Kind
@@ -66,6 +68,8 @@ class TorchElasticWorker(
         self.followings: dict[str, Following] = {}
         self.claimed: set[UUID] = set()
         self._clusters: Clusters | None = None
+        self._usual: TorchElasticJobConfiguration | None = None  # what the pool's form says by itself
+        self._unreachable: set[UUID] = set()  # runs whose cluster or namespace cannot be looked into
         self._reconciler: Reconciler | None = None
         self._outage = Outage(lambda sentence: self._logger.warning("%s", sentence))
 
@@ -168,7 +172,8 @@ class TorchElasticWorker(
                 self.work_pool.base_job_template, {}, client=self.client
             )
             await clusters.open(usual.cluster_config, usual.namespace)
-            await self._open_where_runs_are(clusters, usual)
+            self._usual = usual
+            await self.open_places_of(await fetch_runs_alive(self.client, self._work_pool_name))
         except MissingExtraError:
             raise
         except Exception as error:  # noqa: BLE001  (each run may name another cluster)
@@ -179,9 +184,16 @@ class TorchElasticWorker(
         assert self._runs_task_group, "the worker is set up"
         self._runs_task_group.start_soon(self._reconciler.serve)
 
-    async def _open_where_runs_are(self, clusters: Clusters, usual: TorchElasticJobConfiguration) -> None:
-        """Look into every cluster and namespace that a run of the pool names: its worker may have died."""
-        for run in await fetch_runs_alive(self.client, self._work_pool_name):
+    async def open_places_of(self, runs: Iterable[FlowRun]) -> set[UUID]:
+        """Look into every cluster and namespace that these runs name: their worker may have died.
+
+        Returns:
+            The runs where that is possible.
+        """
+        usual, clusters, opened = self._usual, self._open(), set[UUID]()
+        if usual is None:  # the cluster of the pool cannot be used
+            return opened
+        for run in runs:
             variables = run.job_variables or {}
             try:
                 if run.deployment_id or "cluster_config" in variables:
@@ -189,8 +201,24 @@ class TorchElasticWorker(
                     await clusters.open(own.cluster_config, own.namespace)
                 else:
                     await clusters.open(usual.cluster_config, variables.get("namespace") or usual.namespace)
+                opened.add(run.id)
             except Exception as error:  # noqa: BLE001  (those of the other runs are looked into)
-                self._logger.warning("The gang of run `%s` is not looked for: %s", run.name, error)
+                if run.id not in self._unreachable:
+                    self._logger.warning("The gang of run `%s` is not looked for: %s", run.name, error)
+                self._unreachable.add(run.id)
+        return opened
+
+    async def report_lost(self, run: FlowRun) -> None:
+        """Give a run its end whose JobSet went away, or never came, while no worker was there to see it."""
+        is_cancelled = run.state is not None and run.state.is_cancelling()
+        message = (
+            f"The gang is gone: the cluster has no JobSet of this run, and had none for {LOST_SECONDS:.0f} s."
+            " Somebody deleted it, or its worker died before it was created."
+        )
+        outcome = Outcome.CANCELLED if is_cancelled else Outcome.CRASHED
+        configuration = await self._resolve(run)
+        reporter = self._make_reporter(run, configuration, place=None)
+        await reporter.end(GangEnd(outcome=outcome, message=message))
 
     async def _resolve(self, run: FlowRun) -> TorchElasticJobConfiguration:
         return await self.job_configuration.resolve_for_flow_run(
@@ -254,7 +282,8 @@ class TorchElasticWorker(
     async def _adopt(self, view: ClusterView, jobset: dict[str, Any], run: FlowRun) -> None:
         try:
             configuration = await self._resolve(run)
-            await self._complete(view, jobset, run, configuration)
+            if not is_leaving(jobset):
+                await self._complete(view, jobset, run, configuration)
             place = GangPlace(
                 namespace=text(jobset, "metadata", "namespace"),
                 name=text(jobset, "metadata", "name"),
