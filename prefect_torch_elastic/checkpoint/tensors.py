@@ -85,8 +85,8 @@ def find_memory(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return which memory a tensor is in, and where it begins and ends there; None without any."""
     local = local_part(tensor)
     place = local.untyped_storage().data_ptr() if local.numel() else 0
-    start = local.storage_offset() * local.element_size()
-    return (place, start, start + local.nbytes) if place else None
+    start = int(local.storage_offset()) * local.element_size()
+    return (place, start, start + int(local.nbytes)) if place else None
 
 
 def make_empty(dtype: torch.dtype, shape: tuple[int, ...], *, like: Tensor | None = None) -> Tensor:
