@@ -94,7 +94,8 @@ def test_killed_rank_costs_an_attempt_and_the_next_one_resumes(lab: KueueLab):
     assert (value["begun"], value["attempt"], value["preemptions"]) == (5, 2, 0)
     assert value["sum"] == expected_sum(STEPS)
     told = run.lines(has="The gang waited")
-    assert any(line.startswith("Restarting after a failure (restart 1 of 1)") for line in told)
+    cause = "rank 1 (node 1) was killed by SIGKILL at step 6"
+    assert any(line.startswith(cause) for line in told)
     assert "1 new attempt" in told[-1]
     assert run.task_run().run_count == 1
 
