@@ -31,6 +31,11 @@ class IncidentKind(StrEnum):
     NODE = "node"
     PREEMPTION = "preemption"
 
+    @property
+    def is_warning(self) -> bool:
+        """Whether it ended no ranks by itself."""
+        return self in (IncidentKind.SUSPICION, IncidentKind.PREEMPTION)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:

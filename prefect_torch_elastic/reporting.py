@@ -223,9 +223,8 @@ class RunReporter:
 
     def _say(self, incident: Incident, at: float, link: str) -> None:
         """Say what happened, in the log and as an event; the page of it is there by now, if it has one."""
-        is_warning = incident.kind in (IncidentKind.SUSPICION, IncidentKind.PREEMPTION)
         text = f"{capitalise(incident.sentence.rstrip('.'))}."
-        level = logging.WARNING if is_warning else logging.ERROR
+        level = logging.WARNING if incident.kind.is_warning else logging.ERROR
         self._log.log(level, "%s", f"{text} See {link}" if link else text)
         self._news.tell_incident(incident, at=at, link=link)
 

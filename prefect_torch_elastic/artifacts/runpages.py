@@ -11,7 +11,7 @@ from prefect_torch_elastic.artifacts.progresspage import render_metrics, render_
 from prefect_torch_elastic.artifacts.publisher import ArtifactKind, Document, render_key
 from prefect_torch_elastic.artifacts.reportpage import render_report
 from prefect_torch_elastic.artifacts.tables import Page, escape_markdown
-from prefect_torch_elastic.incidents import Incident, IncidentKind
+from prefect_torch_elastic.incidents import Incident
 from prefect_torch_elastic.runfacts import RunFacts
 
 PROGRESS_SECONDS = 15.0
@@ -61,12 +61,9 @@ def make_incident(
 
 def has_page(incident: Incident, facts: RunFacts) -> bool:
     """Whether the newest incident has a page: one that ended ranks does not give way to warnings."""
-    same = [one for one in facts.incidents if _is_warning(one.kind) == _is_warning(incident.kind)]
-    return len(same) <= (MAX_WARNINGS if _is_warning(incident.kind) else MAX_INCIDENTS)
-
-
-def _is_warning(kind: IncidentKind) -> bool:
-    return kind in (IncidentKind.SUSPICION, IncidentKind.PREEMPTION)
+    is_warning = incident.kind.is_warning
+    same = [one for one in facts.incidents if one.kind.is_warning == is_warning]
+    return len(same) <= (MAX_WARNINGS if is_warning else MAX_INCIDENTS)
 
 
 def make_pointer(facts: RunFacts, *, link: str, flow_run_id: str) -> Document:

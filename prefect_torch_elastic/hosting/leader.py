@@ -91,8 +91,7 @@ class Leader:
 
     def begin(self, record: CallRecord) -> Meeting:
         """Take note of this incarnation, rest if those before came to nothing, and say where nodes meet."""
-        key = f"{record.folder}/calls/{record.call}/begun-{self._own.id}"
-        now = self._take_note(record, key)
+        now = self._take_note(record)
         if seconds := now.rest_seconds:
             self._own.logger.warning(
                 "%s in a row have made no progress; the next one begins in %.0f s.",
@@ -110,30 +109,36 @@ class Leader:
 
     def has_begun(self, record: CallRecord) -> bool:
         """Take note that a plain function begins; return whether a pod before this one has done so."""
-        key = f"{record.folder}/calls/{record.call}/begun-{self._own.id}"
         log, stopped = self._own.logger, self._own.stop_requested
-        if persist(lambda: self._read_note(record, key), log=log, give_up=stopped) is not None:
+        if persist(lambda: self._read_note(record), log=log, give_up=stopped) is not None:
             return True
-        note = sign_document(asdict(Incarnation(attempt=self._pod.attempt)), key=record.key)
-        persist(lambda: record.store.put(key, note), log=log, give_up=stopped)
+        self._write_note(record, Incarnation(attempt=self._pod.attempt))
         return False
 
-    def _take_note(self, record: CallRecord, key: str) -> Incarnation:
+    def _take_note(self, record: CallRecord) -> Incarnation:
         log, stopped = self._own.logger, self._own.stop_requested
 
         def read() -> Incarnation:
             commits = record.log.refresh().commits
             newest = f"{commits[0].step}/{commits[0].uuid}" if commits else ""
-            return follow_up(self._read_note(record, key), attempt=self._pod.attempt, newest=newest)
+            return follow_up(self._read_note(record), attempt=self._pod.attempt, newest=newest)
 
         # Apart: a note whose answer got lost is written again, and must not count as another incarnation.
         now = persist(read, log=log, give_up=stopped)
-        note = sign_document(asdict(now), key=record.key)
-        persist(lambda: record.store.put(key, note), log=log, give_up=stopped)
+        self._write_note(record, now)
         return now
 
-    def _read_note(self, record: CallRecord, key: str) -> Incarnation | None:
+    def _name_note(self, record: CallRecord) -> str:
+        return f"{record.folder}/calls/{record.call}/begun-{self._own.id}"
+
+    def _write_note(self, record: CallRecord, now: Incarnation) -> None:
+        key, note = self._name_note(record), sign_document(asdict(now), key=record.key)
+        log, stopped = self._own.logger, self._own.stop_requested
+        persist(lambda: record.store.put(key, note), log=log, give_up=stopped)
+
+    def _read_note(self, record: CallRecord) -> Incarnation | None:
         """Return the incarnation before; what is not understood costs no more than a count."""
+        key = self._name_note(record)
         try:
             body = parse_document(record.store.get(key), key, key=record.key)
             return Incarnation(**check_fields("incarnation", body, _FIELDS))
