@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from prefect_torch_elastic.artifacts.incidentpage import render_ranges
+from prefect_torch_elastic.artifacts.incidentpage import RANK_HEADERS, render_ranges
 from prefect_torch_elastic.artifacts.tables import capitalise, clean_text, render_time
 from prefect_torch_elastic.explanations import signal_name
 from prefect_torch_elastic.incidents import Incident, RankRow
-
-_HEADERS = ("rank", "node", "state", "step", "exit code", "signal", "last collective")
 
 
 def render_evidence_key(incident: Incident, *, folder: str, number: int, at: float) -> str:
@@ -56,7 +54,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _render_ranks(ranks: Sequence[RankRow]) -> str:
-    rows = [_HEADERS, *map(_render_row, ranks)] if ranks else []
+    rows = [RANK_HEADERS, *map(_render_row, ranks)] if ranks else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return _render_section("Ranks", "\n".join(lines))

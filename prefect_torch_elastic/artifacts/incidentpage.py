@@ -34,6 +34,7 @@ MAX_ROWS = 64
 MAX_FILES = 64
 MAX_OWN_FRAMES = 8
 MAX_STACKS = 8
+RANK_HEADERS = ("rank", "node", "state", "step", "exit code", "signal", "last collective")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3|^<frozen |/prefect_torch_elastic/")
 
@@ -175,7 +176,6 @@ def _render_ranks(incident: Incident) -> list[str]:
         rare = sorted(ranks, key=lambda row: (row.rank != incident.rank, states[row.state]))[:MAX_ROWS]
         shown = sorted(rare, key=lambda row: row.rank)
         note = f"{MAX_ROWS} of {len(ranks):,} ranks: those that do what few others do."
-    headers = ("rank", "node", "state", "step", "exit code", "signal", "last collective")
     rows = [
         (
             f"{row.rank}",
@@ -188,7 +188,7 @@ def _render_ranks(incident: Incident) -> list[str]:
         )
         for row in shown
     ]
-    return ["## Ranks", note, render_table(headers, rows, right=(0, 1, 3, 4))]
+    return ["## Ranks", note, render_table(RANK_HEADERS, rows, right=(0, 1, 3, 4))]
 
 
 def _render_state(row: RankRow, *, is_culprit: bool) -> str:
